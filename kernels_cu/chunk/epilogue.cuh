@@ -1,0 +1,192 @@
+// From accumulators to the result.
+//   Forward  out = num / den, den = a count + b q~ . k_sum + sum of the chunk's weights
+//   GradQ    Y = the sum over g . (v - c) k~ so far, K = the sum of k~ so far. delta' = delta - g . c comes from the same Y,
+//            so that their errors cancel as they do themselves:
+//                delta' = (a (sum of weights + g . (v_sum - count c)) + b q~ . Y) / den,    dq~ = b (Y - delta' K)
+//   GradV    as it stands
+//   GradK    dk~ as it stands
+// and then, for GradQ and GradK, through phi and the norm: with z = x / |x| and h = phi'(z) d~,
+//                dx = (h - z (z . h)) / |x|.
+// Three sums over a row are all that this needs: q~ . Y, (z phi'(z)) . Y and (z phi'(z)) . K. Where the row's columns are
+// split over several blocks, a first launch (kDots) leaves each block's share in `dots`, and a second (kApply) adds
+// the shares up and applies them.
+#pragma once
+#include "chunk/weights.cuh"
+
+namespace la {
+
+template <class Config>
+struct Epilogue {
+  using Arith = typename Config::Arith;
+  using Role = typename Config::Role;
+  using Feature = typename Config::Feature;
+  using Acc = typename Config::Acc;
+  using P = Products<Config>;
+  static constexpr bool kGradQ = kSame<Role, GradQ>;
+
+  const Params& p;
+  const Block<Config>& block;
+  i64 step;
+  Span span;
+
+  LA_DEVICE Epilogue(const Params& params, const Block<Config>& where, i64 at)
+      : p(params), block(where), step(at), span(where.rows(params, at)) {}
+
+  // f(row, i, half) for the rows, 8 at a time, of which this warp holds accumulators: this lane has row + lane_row().
+  template <class F>
+  static LA_DEVICE void each_row(F f) {
+#pragma unroll
+    for (int i = 0; i < P::kOwnBlocks; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) f(P::row_block(i) * 16 + half * 8, i, half);
+    }
+  }
+
+  LA_DEVICE void run(typename P::Result& result, typename P::Result& running) {
+    if constexpr (kSame<Role, Forward>) normalise(result);
+    if constexpr (Role::kThroughFeatures) through_features(result, running);
+    each_row([&](int row, int i, int half) {
+#pragma unroll
+      for (int n = 0; n < Config::kSlices; ++n) put(row, P::first_column() + n * 8, result[i][half][n]);
+    });
+  }
+
+  LA_DEVICE void put(int row, int column, const Cell<Acc>& c) {
+    if constexpr (Arith::kFixedType) {
+      Arith::store_pair(block.stage(), row, column, c.x[0], c.x[1]);
+    } else {  // unrounded: the stage is on its way out
+      typename Config::Elem* to = block.stage().pair(row, column);
+      to[0] = c.x[0];
+      to[1] = c.x[1];
+    }
+  }
+
+  // Each warp finds the factors of all rows for itself, a row or two a lane: waiting for another would take longer.
+  LA_DEVICE void normalise(typename P::Result& result) {
+    const Acc before = Acc(p.a) * block.count_before(step);
+    Acc* factors = block.vector(Config::kDotParts) + warp_id() * Config::kChunk;
+    for (int row = lane_id(); row < Config::kChunk; row += 32) {
+      const Acc den = before + Acc(p.b) * block.vector(Config::kRowFirst)[row] + sum_of_weights(block, row);
+      if (block.split == 0 && warp_id() == 0 && p.den.data != 0 && span.holds(row)) {
+        store_number(p.den.data, block.head.offset(p.den.lead) + span.first + row, den);
+      }
+      factors[row] = !p.normalize ? Acc(1) : den == Acc(0) ? Acc(0) : ptx::reciprocal(den);
+    }
+    sync_warp();
+    each_row([&](int row, int i, int half) {
+      const Acc factor = factors[row + lane_row()];
+#pragma unroll
+      for (int n = 0; n < Config::kSlices; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) result[i][half][n].x[j] *= factor;
+      }
+    });
+  }
+
+  // z, phi(z), phi'(z) and z phi'(z) at one place. Outside the array they multiply zeros.
+  struct Mapped { Acc z, value, slope, radial; };
+  static LA_DEVICE Mapped mapped(Acc z) {
+    const Acc slope = Feature::derivative(z);
+    return {z, Arith::round(Feature::value(z)), slope, z * slope};
+  }
+
+  LA_DEVICE void through_features(typename P::Result& result, typename P::Result& running) {
+    if (p.phase != kApply) row_dots(result, running);
+    sync_block();
+    row_coefficients();
+    if (p.phase == kDots) return;
+    sync_block();
+    const Acc* coefficients = block.vector(Config::kRowDots);
+    each_row([&](int row8, int i, int half) {
+      const int row = row8 + lane_row();
+      const Acc delta = coefficients[2 * row], along = coefficients[2 * row + 1];
+      const Acc inverse_norm = block.vector(Config::kRowNorm)[row];
+#pragma unroll
+      for (int n = 0; n < Config::kSlices; ++n) {
+        Acc z[2];
+        Arith::load_pair(block.tile_x().pair(row8, P::first_column() + n * 8), z[0], z[1]);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          Acc& x = result[i][half][n].x[j];
+          const Mapped f = mapped(z[j]);
+          if constexpr (kGradQ) x = Acc(p.b) * (x - delta * running[i][half][n].x[j]);
+          x = p.unit_norm ? (f.slope * x - f.z * along) * inverse_norm : f.slope * x;
+        }
+      }
+    });
+  }
+
+  LA_DEVICE void row_dots(typename P::Result& result, typename P::Result& running) {
+    each_row([&](int row, int i, int half) {
+      Acc dots[3] = {};
+#pragma unroll
+      for (int n = 0; n < Config::kSlices; ++n) {
+        Acc z[2];
+        Arith::load_pair(block.tile_x().pair(row, P::first_column() + n * 8), z[0], z[1]);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const Mapped f = mapped(z[j]);
+          const Acc y = result[i][half][n].x[j];
+          dots[0] = ptx::fma(f.radial, y, dots[0]);
+          if constexpr (kGradQ) {
+            dots[1] = ptx::fma(f.value, y, dots[1]);
+            dots[2] = ptx::fma(f.radial, running[i][half][n].x[j], dots[2]);
+          }
+        }
+      }
+#pragma unroll
+      for (int x = 0; x < (kGradQ ? 3 : 1); ++x) {
+        dots[x] += shuffle_xor(dots[x], 1);
+        dots[x] += shuffle_xor(dots[x], 2);
+        if ((lane_id() & 3) == 0) {
+          block.vector(Config::kDotParts)[(P::column_warp() * Config::kChunk + row + lane_row()) * 3 + x] = dots[x];
+        }
+      }
+    });
+  }
+
+  // delta' and z . h for each row, from the row's three sums.
+  LA_DEVICE void row_coefficients() {
+    for (int row = thread(); row < Config::kChunk; row += Config::kThreads) {
+      const bool exists = span.holds(row);
+      const i64 at = block.head.offset(p.dots.lead) + (span.first + row) * p.splits * 3;
+      Acc dots[3] = {};
+#pragma unroll
+      for (int i = 0; i < (kGradQ ? 3 : 1); ++i) {
+        if (p.phase == kApply) {
+          for (int split = 0; exists && split < p.splits; ++split) dots[i] += load_number<Acc>(p.dots.data, at + split * 3 + i);
+        } else {
+#pragma unroll
+          for (int w = 0; w < Config::kColumnWarps; ++w) {
+            dots[i] += block.vector(Config::kDotParts)[(w * Config::kChunk + row) * 3 + i];
+          }
+        }
+        if (p.phase == kDots && exists) store_number(p.dots.data, at + block.split * 3 + i, dots[i]);
+      }
+      if (p.phase == kDots) continue;
+      Acc delta = 0, along = dots[0];
+      if constexpr (kGradQ) {
+        const Acc sum = sum_of_weights(block, row) + block.vector(Config::kRowSecond)[row];
+        const Acc inverse_den = block.vector(Config::kRowInverse)[row];
+        if (p.normalize) delta = ptx::fma(Acc(p.a), sum, Acc(p.b) * dots[1]) * inverse_den;
+        along = Acc(p.b) * (dots[0] - delta * dots[2]);
+        if (block.split == 0 && exists && p.delta.data != 0) {
+          const Acc whole = p.normalize ? delta + block.vector(Config::kRowFirst)[row] : Acc(0);
+          store_number(p.delta.data, block.head.offset(p.delta.lead) + span.first + row, whole);
+        }
+      }
+      block.vector(Config::kRowDots)[2 * row] = delta;
+      block.vector(Config::kRowDots)[2 * row + 1] = along;
+    }
+  }
+
+  // The staged rows to global memory, whole packets of neighbouring lanes side by side.
+  LA_DEVICE void copy_out() {
+    if (p.dst.data == 0 || p.phase == kDots) return;
+    using R = Rows<Arith, Config::kColumns, Config::kChunk, Config::kThreads>;
+    R::copy_out(p.dst, block.address(Block<Config>::kResult), span, block.column0,
+                (Role::kKeyFeatures ? p.e : p.d) - block.column0, block.stage());
+  }
+};
+
+}  // namespace la

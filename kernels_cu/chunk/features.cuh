@@ -1,0 +1,44 @@
+// Feature maps phi and their derivatives. To add one: a policy here, its name in la_cupy/plan.py and its formula in
+// la_cupy/features.py, and a line in tests/cases.py.
+#pragma once
+#include "ptx/all.cuh"
+
+namespace la {
+
+// kZero: phi(0) = 0, so that zeros behind the end of a row stay zeros.
+struct Identity {
+  static constexpr bool kZero = true;
+  template <class T> static LA_DEVICE T value(T x) { return x; }
+  template <class T> static LA_DEVICE T derivative(T) { return T(1); }
+};
+
+// elu(x) + 1
+struct Elu1 {
+  static constexpr bool kZero = false;
+  template <class T> static LA_DEVICE T value(T x) { return x > T(0) ? x + T(1) : ptx::exp(x); }
+  template <class T> static LA_DEVICE T derivative(T x) { return x > T(0) ? T(1) : ptx::exp(x); }
+};
+
+// Written so that a NaN stays a NaN.
+struct Relu {
+  static constexpr bool kZero = true;
+  template <class T> static LA_DEVICE T value(T x) { return x < T(0) ? T(0) : x; }
+  template <class T> static LA_DEVICE T derivative(T x) { return x > T(0) ? T(1) : T(0); }
+};
+
+struct Silu {
+  static constexpr bool kZero = true;
+  template <class T> static LA_DEVICE T value(T x) { return x * ptx::reciprocal(T(1) + ptx::exp(-x)); }
+  template <class T> static LA_DEVICE T derivative(T x) {
+    const T s = ptx::reciprocal(T(1) + ptx::exp(-x));
+    return s + x * s * (T(1) - s);
+  }
+};
+
+struct Exp {
+  static constexpr bool kZero = false;
+  template <class T> static LA_DEVICE T value(T x) { return ptx::exp(x); }
+  template <class T> static LA_DEVICE T derivative(T x) { return ptx::exp(x); }
+};
+
+}  // namespace la

@@ -1,0 +1,71 @@
+// The running state between registers and global memory, where it is kept as kv[D, E], k_sum[D], v_sum[E], count.
+#pragma once
+#include "chunk/heads.cuh"
+#include "chunk/products.cuh"
+
+namespace la {
+
+// Where one head's state lies, at one slot of a workspace or as the caller's arrays.
+struct StatePlace {
+  u64 kv, k_sum, v_sum, count;  // addresses
+
+  template <class Acc>
+  static LA_DEVICE StatePlace find(const StateParts& s, const Head& head, const Params& p, i64 slot) {
+    const i64 d = p.d, e = p.e;
+    const auto at = [](u64 base, i64 index) { return base + static_cast<u64>(index * static_cast<i64>(sizeof(Acc))); };
+    return {at(s.kv, head.offset(s.kv_lead) + slot * d * e), at(s.k_sum, head.offset(s.k_sum_lead) + slot * d),
+            at(s.v_sum, head.offset(s.v_sum_lead) + slot * e), at(s.count, head.offset(s.count_lead) + slot)};
+  }
+};
+
+// `KeyFeatures`: a warp's columns are values and the inner axis is that of the features; otherwise the other way round.
+template <class Config, bool KeyFeatures>
+struct StateCells {
+  using Acc = typename Config::Acc;
+  using Cells = typename Products<Config>::State;
+
+  template <class F>
+  static LA_DEVICE void each(Cells& cells, const Params& p, int column0, F f) {
+    const int columns = KeyFeatures ? p.e : p.d, inners = KeyFeatures ? p.d : p.e;
+#pragma unroll
+    for (int n = 0; n < Config::kSlices; ++n) {
+      const int column = column0 + Products<Config>::first_column() + n * 8 + lane_row();
+#pragma unroll
+      for (int k = 0; k < Products<Config>::kOwnInner / 8; ++k) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int inner = Products<Config>::first_inner() + k * 8 + lane_column() + j;
+          const bool exists = column < columns && inner < inners;
+          const i64 index = KeyFeatures ? static_cast<i64>(inner) * p.e + column : static_cast<i64>(column) * p.e + inner;
+          f(cells[n][k].x[j], exists, index);
+        }
+      }
+    }
+  }
+
+  static LA_DEVICE void clear(Cells& cells) {
+#pragma unroll
+    for (int n = 0; n < Config::kSlices; ++n) {
+#pragma unroll
+      for (int k = 0; k < Products<Config>::kOwnInner / 8; ++k) cells[n][k] = {{Acc(0), Acc(0)}};
+    }
+  }
+
+  static LA_DEVICE void read(Cells& cells, const Params& p, u64 kv, int column0) {
+    each(cells, p, column0, [kv](Acc& x, bool exists, i64 index) { x = exists ? load_number<Acc>(kv, index) : Acc(0); });
+  }
+
+  static LA_DEVICE void write(Cells& cells, const Params& p, u64 kv, int column0) {
+    each(cells, p, column0, [kv](Acc& x, bool exists, i64 index) { if (exists) store_number(kv, index, x); });
+  }
+};
+
+// One vector of the state into shared memory, zeros behind its end.
+template <class Acc>
+LA_DEVICE void read_vector(Acc* to, int width, u64 from, i64 column0, i64 count, int threads) {
+  for (int i = thread(); i < width; i += threads) {
+    to[i] = from != 0 && column0 + i < count ? load_number<Acc>(from, column0 + i) : Acc(0);
+  }
+}
+
+}  // namespace la

@@ -1,0 +1,46 @@
+// Global memory. Loads take the read-only path: no kernel of this library reads what it writes.
+// They are volatile so that a prefetch stays where it was written, ahead of the arithmetic.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace ptx {
+
+LA_DEVICE Word4 load_16(const void* p) {
+  Word4 r;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3]) : "l"(p));
+  return r;
+}
+
+LA_DEVICE Word2 load_8(const void* p) {
+  Word2 r;
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(r.w[0]), "=r"(r.w[1]) : "l"(p));
+  return r;
+}
+
+LA_DEVICE u32 load_4(const void* p) {
+  u32 r;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(r) : "l"(p));
+  return r;
+}
+
+LA_DEVICE u16 load_2(const void* p) {
+  u16 r;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(r) : "l"(p));
+  return r;
+}
+
+LA_DEVICE void store_16(void* p, const Word4& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               :: "l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
+}
+
+LA_DEVICE void store_8(void* p, const Word2& v) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" :: "l"(p), "r"(v.w[0]), "r"(v.w[1]) : "memory");
+}
+
+LA_DEVICE void store_4(void* p, u32 v) { asm volatile("st.global.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory"); }
+
+LA_DEVICE void store_2(void* p, u16 v) { asm volatile("st.global.u16 [%0], %1;" :: "l"(p), "h"(v) : "memory"); }
+
+}  // namespace ptx

@@ -1,0 +1,31 @@
+// Where a thread stands, and how threads of a block or warp wait for and talk to each other.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace ptx {
+
+LA_DEVICE i32 thread() { return static_cast<i32>(threadIdx.x); }
+LA_DEVICE i32 block() { return static_cast<i32>(blockIdx.x); }
+
+LA_DEVICE void sync_block() { __syncthreads(); }
+LA_DEVICE void sync_warp() { __syncwarp(); }
+
+template <class T>
+LA_DEVICE T shuffle_xor(T value, i32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+
+LA_DEVICE bool warp_any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
+
+// 0, which the compiler does not know: addresses that it enters cannot be computed before this point, where they would
+// occupy registers all along a loop.
+LA_DEVICE i32 unknown_zero() {
+  i32 zero = 0;
+  asm volatile("" : "+r"(zero));
+  return zero;
+}
+
+LA_DEVICE unsigned char* dynamic_shared() {
+  extern __shared__ __align__(128) unsigned char la_dynamic_shared[];
+  return la_dynamic_shared;
+}
+
+}  // namespace ptx

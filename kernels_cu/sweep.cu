@@ -1,0 +1,23 @@
+// sweep: the operator and each of its gradients, one walk over the sequence.
+//
+//   grid     one block for each (head, segment of the sequence, split of the result's columns); splits vary fastest
+//   reads    A for each row x; B and C for each source y (causal); the state before the segment
+//   writes   the rows of out, dq, dk or dv in its segment and split; den or delta; the final state
+//
+//   out[x] = A[x] S + w[x, :] C + (rank-one terms),   S += B^T C         chunk after chunk,
+//
+// S being the sum over the chunks that lie before. Where not causal, S is the sum over all sources, taken by the
+// kernel `accumulate`, and the walk has no sources. A, B, C: chunk/config.cuh; w: chunk/weights.cuh.
+#include "chunk/walk.cuh"
+
+namespace la {
+
+template <class Config>
+LA_KERNEL(Config::kThreads, Config::kMinBlocks) sweep(LA_GRID_CONSTANT const Params p) {
+  Block<Config> block(p);
+  Load<Config> load(p, block);
+  typename Products<Config>::State state;
+  Walk<Config>{p, block, load, state}.run();
+}
+
+}  // namespace la

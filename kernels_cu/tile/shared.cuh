@@ -1,0 +1,51 @@
+// Tiles in shared memory: rows of `Width` elements, cut into 16-byte packets whose order inside each
+// 128-byte line is permuted by the row, so that every access pattern of the matrix instructions is free of
+// bank conflicts: 8 rows at one packet (ldmatrix), 4 rows at two packets (64-bit loads along a row), and
+// rows 0, 2, 4, 6 or 1, 3, 5, 7 at two packets (32-bit loads down a column).
+#pragma once
+#include "ptx/all.cuh"
+
+namespace la {
+
+template <class Elem_, int Width>
+struct SharedTile {
+  using Elem = Elem_;
+  static constexpr int kWidth = Width;
+  static constexpr int kPacket = 16 / sizeof(Elem);
+  static constexpr int kPitch = Width * sizeof(Elem);
+  static_assert(kPitch % 128 == 0, "a row of a shared tile must fill whole 128-byte lines");
+
+  unsigned char* base;
+
+  static LA_DEVICE constexpr int bytes(int rows) { return rows * kPitch; }
+
+  // Injective on 8 consecutive rows; its upper two bits are injective on each of the other two patterns.
+  static LA_DEVICE int swizzle(int row) {
+    return ((row >> 1 & 1) << 2) | (((row ^ row >> 2) & 1) << 1) | (row & 1);
+  }
+
+  LA_DEVICE unsigned char* packet(int row, int index) const {
+    return base + row * kPitch + (index ^ swizzle(row)) * 16;
+  }
+
+  // packet(row + near_row, index + near), for a row that is a multiple of 8 and an index that shares no bit with `near`:
+  // what depends on the lane (near_row, near) is computed once, and one XOR is left for each (row, index).
+  LA_DEVICE unsigned char* packet_near(int row, int index, int near_row, int near) const {
+    const int twist = (near ^ swizzle(near_row)) * 16;
+    return base + near_row * kPitch + (twist ^ index * 16) + row * kPitch;
+  }
+
+  // This lane's place in the 8x8 block at (row, column), both multiples of 8. With g = lane / 4 and t = lane % 4,
+  // `pair` is the first of its elements (g, 2t) and (g, 2t + 1), `down` is its element (2t + j, g).
+  LA_DEVICE Elem* pair(int row, int column) const {
+    const int lane = thread() & 31, g = lane >> 2, c = (lane & 3) * 2;
+    return reinterpret_cast<Elem*>(packet_near(row, column / kPacket, g, c / kPacket)) + c % kPacket;
+  }
+
+  LA_DEVICE Elem* down(int row, int column, int j) const {
+    const int lane = thread() & 31, g = lane >> 2, c = (lane & 3) * 2 + j;
+    return reinterpret_cast<Elem*>(packet_near(row, column / kPacket, c, g / kPacket)) + g % kPacket;
+  }
+};
+
+}  // namespace la

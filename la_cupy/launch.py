@@ -1,0 +1,176 @@
+"""The GPU path: carry out a plan on CuPy arrays, on their device and the current stream.
+
+Nothing here waits for the device or reads its memory. Workspaces come from CuPy's pool,
+which is ordered by stream, and may go back to it as soon as the launches are queued.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+import numpy as np
+
+from . import dtypes
+from .arrays import Cache
+from .compile import kernel
+from .device import device_info
+from .layouts import state_part_fits
+from .plan import Launch, Plan, backward_plan, forward_plan
+from .params import STATE_FIELDS
+from .problem import Layout, Problem, StateLayouts
+from .records import fill
+from .results import Array, Gradients, State
+
+Buffers = dict[str, Any]
+
+
+class Ready:
+    """A launch with its kernel loaded: addresses are all that a call adds."""
+
+    def __init__(self, launch: Launch, device: int) -> None:
+        self.function = kernel(launch.spec, device)
+        self.grid, self.block = (launch.grid,), (launch.spec.threads,)
+        self.shared = launch.spec.shared_bytes
+        self.record, self.dtype = launch.record, f"V{len(launch.record)}"
+        self.pointers, self.aligned = launch.pointers, launch.aligned
+
+    def __call__(self, buffers: Buffers) -> None:
+        record = fill(self.record, self.pointers, self.aligned, buffers, _address)
+        self.function(self.grid, self.block, (np.frombuffer(record, self.dtype),), shared_mem=self.shared)
+
+
+def _address(array: Array) -> int:
+    return array.data.ptr  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan with its kernels loaded on one device."""
+
+    plan: Plan
+    launches: tuple[Ready, ...]
+    makes: tuple[tuple[str, tuple[int, ...], np.dtype], ...]  # outputs and workspaces
+
+    @classmethod
+    def of(cls, plan: Plan, device: int) -> "Prepared":
+        made = (plan.outputs | plan.workspace).items()
+        makes = tuple((name, b.shape, dtypes.numpy_dtype(b.dtype)) for name, b in made)
+        return cls(plan, tuple(Ready(launch, device) for launch in plan.launches), makes)
+
+    def run(self, buffers: Buffers) -> None:
+        """Carry the plan out; results and workspaces join the inputs in `buffers`."""
+        for name in self.plan.copies:
+            buffers[name] = cupy.ascontiguousarray(buffers[name])
+        for name, shape, dtype in self.makes:
+            buffers[name] = cupy.empty(shape, dtype)
+        for launch in self.launches:
+            launch(buffers)
+        for r in self.plan.reductions:
+            buffers[r.result] = sum_to(buffers[r.source], r.shape, dtypes.numpy_dtype(r.dtype))
+
+
+def sum_to(x: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    """The sum of `x` over the axes that `shape` lacks or has as 1, in float32 or wider."""
+    wide = x.dtype if x.dtype.itemsize > 2 else np.dtype(np.float32)
+    extra = x.ndim - len(shape)
+    axes = tuple(range(extra)) + tuple(
+        extra + i for i, size in enumerate(shape) if size == 1 != x.shape[extra + i]
+    )
+    total = x.astype(wide, copy=False).sum(axis=axes) if axes else x
+    return total.astype(dtype, copy=False).reshape(shape)
+
+
+_prepared: Cache[Prepared] = Cache(limit=1024)
+
+
+def _prepare(key: Any, make: Callable[[Any], Plan], device: int) -> Prepared:
+    found = _prepared.get(key)
+    if found is None:
+        found = Prepared.of(make(device_info(device)), device)
+        _prepared.put(key, found)
+    return found
+
+
+def _state_buffers(name: str, state: State | None, layouts: StateLayouts | None, dtype: str) -> Buffers:
+    """A state's parts, converted where the kernels cannot read them as they are; they are small."""
+    if state is None or layouts is None:
+        return {}
+    buffers = {}
+    for part, array, layout, inner in zip(STATE_FIELDS, state, layouts, (2, 1, 1, 0), strict=True):
+        if not state_part_fits(layout, inner, dtype):
+            array = cupy.ascontiguousarray(array.astype(dtypes.numpy_dtype(dtype), copy=False))
+        buffers[f"{name}.{part}"] = array
+    return buffers
+
+
+def _state_of(name: str, buffers: Buffers) -> State:
+    return State(*(buffers[f"{name}.{part}"] for part in STATE_FIELDS))
+
+
+def forward(
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    initial_state: State | None,
+    out: Array | None,
+    want_state: bool,
+) -> tuple[Array, State | None, Array]:
+    """out, the final state if wanted, and den; see `la_cupy.linear_attention`."""
+    device = q.device
+    with device:
+        layout = None
+        if out is not None:
+            strides = tuple(s // out.itemsize for s in out.strides)
+            layout = Layout(problem.dtype, out.shape, strides)
+        prepared = _prepare(
+            (problem, want_state, layout, device.id),
+            lambda info: forward_plan(problem, info, want_state, layout),
+            device.id,
+        )
+        buffers = {"q": q, "k": k, "v": v, "out": out}
+        buffers |= _state_buffers("initial_state", initial_state, problem.initial_state, problem.state_dtype)
+        prepared.run(buffers)
+        result = buffers["out"]
+        if out is not None and result is not out:  # its last axis is not contiguous
+            out[...] = result
+        return result, _state_of("state", buffers) if want_state else None, buffers["den"]
+
+
+def vjp(
+    problem: Problem,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    normalizer: Array | None,
+    initial_state: State | None,
+    dstate: State | None,
+) -> Gradients:
+    """The gradients; see `la_cupy.linear_attention_vjp`."""
+    device = q.device
+    with device:
+        given = normalizer is not None
+        prepared = _prepare(
+            (problem, given, None, device.id),
+            lambda info: backward_plan(problem, info, given),
+            device.id,
+        )
+        buffers = {"q": q, "k": k, "v": v, "dout": dout}
+        if normalizer is not None:
+            dtype = dtypes.numpy_dtype(problem.state_dtype)
+            buffers["den"] = cupy.ascontiguousarray(normalizer.astype(dtype, copy=False))
+        buffers |= _state_buffers("initial_state", initial_state, problem.initial_state, problem.state_dtype)
+        buffers |= _state_buffers("dstate", dstate, problem.dstate, problem.state_dtype)
+        prepared.run(buffers)
+        state = None if initial_state is None else _state_of("dinitial_state", buffers)
+        return Gradients(buffers["dq"], buffers["dk"], buffers["dv"], state)
+
+
+def explain(problem: Problem, want_state: bool = False) -> Plan:
+    """The plan that would run on the current device."""
+    info = device_info(cupy.cuda.runtime.getDevice())
+    if problem.dout is not None:
+        return backward_plan(problem, info, has_normalizer=True)
+    return forward_plan(problem, info, want_state)

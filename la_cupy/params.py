@@ -1,0 +1,76 @@
+"""The kernels' run-time parameters: the same structures as kernels_cu/chunk/params.cuh.
+
+NumPy's aligned structured types follow the C layout rules, so a record's bytes are the
+structure that a launch passes by value.
+"""
+
+import numpy as np
+
+MAX_RANK = 6
+"""Leading axes that the kernels take after merging; kMaxRank in params.cuh."""
+
+DTYPE_CODES = {"bfloat16": 0, "float16": 1, "float32": 2, "float64": 3}
+
+_LEAD = ("lead", np.int64, (MAX_RANK,))
+
+TENSOR = np.dtype(
+    [
+        ("data", np.uint64),
+        _LEAD,
+        ("row", np.int64),
+        ("dtype", np.int32),
+        ("aligned", np.int32),
+    ],
+    align=True,
+)
+ROW_VECTOR = np.dtype([("data", np.uint64), _LEAD], align=True)
+STATE_FIELDS = ("kv", "k_sum", "v_sum", "count")
+STATE_PARTS = np.dtype(
+    [(field, np.uint64) for field in STATE_FIELDS]
+    + [(f"{field}_lead", np.int64, (MAX_RANK,)) for field in STATE_FIELDS],
+    align=True,
+)
+PARAMS = np.dtype(
+    [(name, TENSOR) for name in ("q", "k", "v", "dout", "dst")]
+    + [(name, ROW_VECTOR) for name in ("den", "delta", "dots")]
+    + [(name, STATE_PARTS) for name in ("start", "final")]
+    + [
+        ("size", np.int32, (MAX_RANK,)),
+        ("outer", np.int32),
+        ("rank", np.int32),
+        ("n", np.int64),
+        ("m", np.int64),
+        ("d", np.int32),
+        ("e", np.int32),
+        ("query_shift", np.int64),
+        ("origin", np.int64),
+        ("chunks", np.int64),
+        ("chunks_per_segment", np.int64),
+        ("segments", np.int32),
+        ("splits", np.int32),
+        ("pieces", np.int32),
+        ("unit_norm", np.int32),
+        ("normalize", np.int32),
+        ("phase", np.int32),
+        ("a", np.float64),
+        ("b", np.float64),
+    ],
+    align=True,
+)
+SCAN_PARAMS = np.dtype(
+    [(name, STATE_PARTS) for name in ("slots", "start", "total")]
+    + [
+        ("size", np.int32, (MAX_RANK,)),
+        ("rank", np.int32),
+        ("pieces", np.int32),
+        ("summed", np.int32),
+        ("reversed", np.int32),
+        ("d", np.int32),
+        ("e", np.int32),
+    ],
+    align=True,
+)
+SCAN_WIDTH = 256
+"""Numbers of the state that one block of `scan` treats; kScanWidth in scan.cu."""
+
+PHASES = {"whole": 0, "dots": 1, "apply": 2}

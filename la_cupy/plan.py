@@ -1,0 +1,377 @@
+"""(Problem, DeviceInfo) -> Plan: which kernels run, on what grids, with which workspaces.
+
+Pure: a plan is made, printed and tested without a GPU. It names buffers instead of holding
+them: "q", "k", "v", "dout", "den", "initial_state.kv", ... are the caller's; the results and
+the workspaces are listed in it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from . import dtypes
+from .device import DeviceInfo
+from .kernels import StateSpec, SweepSpec, arithmetic, resident_blocks, state_spec, sweep_spec
+from .layouts import Arrays, Buffer
+from .params import STATE_FIELDS
+from .problem import Layout, Problem
+from .records import Axes, Course, Launch, RowRef, StateRef, Tensor, scan_launch, walk_launch
+
+GRANULE = 64
+"""Segments are cut at multiples of this many positions, which every chunk length divides."""
+
+_LAUNCH_COST = 8.0  # microseconds that a further launch takes, ramp and drain included
+_GRANULE_COST = 4.0  # microseconds that a block of the walk needs for a granule, about
+_STATE_SHARE = 0.4  # of that, what a block of the pre-pass needs
+_WIDTH = {"Forward": "e", "GradV": "e", "GradQ": "d", "GradK": "d"}  # the result's columns
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A result made per head for an input that was broadcast: `source` summed to `shape`."""
+
+    source: str
+    result: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a call does on the GPU, in order."""
+
+    problem: Problem
+    device: DeviceInfo
+    copies: tuple[str, ...]  # inputs whose last axis is not contiguous: copied first
+    outputs: Mapping[str, Buffer]
+    workspace: Mapping[str, Buffer]
+    launches: tuple[Launch, ...]
+    reductions: tuple[Reduction, ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory that the call takes besides its results, while it runs."""
+        return sum(prod(b.shape) * dtypes.ITEMSIZE[b.dtype] for b in self.workspace.values())
+
+    def __str__(self) -> str:
+        p = self.problem
+        kind = "forward" if p.dout is None else "backward"
+        lines = [
+            f"{kind} on {self.device.name} (sm_{self.device.arch}): lead {p.lead}, N {p.n}, "
+            f"M {p.m}, D {p.d}, E {p.e}, arithmetic for {p.compute}"
+        ]
+        lines += [f"  because {reason}" for reason in self.reasons]
+        lines += [f"  copy {name}: its last axis is not contiguous" for name in self.copies]
+        for launch in self.launches:
+            spec = launch.spec
+            lines.append(
+                f"  launch {spec.name} on {launch.grid} blocks of {spec.threads} threads with "
+                f"{spec.shared_bytes} bytes of shared memory"
+            )
+        lines += [f"  sum {r.source} to {r.result} {r.shape}" for r in self.reductions]
+        lines.append(f"  workspace {self.workspace_bytes} bytes")
+        return "\n".join(lines)
+
+
+class _Planner:
+    """Adds launch after launch; what forward and backward have in common."""
+
+    def __init__(self, problem: Problem, device: DeviceInfo) -> None:
+        self.p = problem
+        self.device = device
+        self.arrays = Arrays(problem)
+        self.arith = arithmetic(problem.compute, problem.options.precision)
+        self.launches: list[Launch] = []
+        self.reductions: list[Reduction] = []
+        self.reasons: list[str] = []
+        # With no query there is nothing to mask, and no head to walk for.
+        self.causal = problem.options.causal and prod(problem.lead) > 0
+
+    def plan(self) -> Plan:
+        return Plan(
+            problem=self.p,
+            device=self.device,
+            copies=tuple(self.arrays.copies),
+            outputs=self.arrays.outputs,
+            workspace=self.arrays.workspace,
+            launches=tuple(self.launches),
+            reductions=tuple(self.reductions),
+            reasons=tuple(self.reasons),
+        )
+
+    def spec(self, role: str) -> SweepSpec:
+        feature = self.p.options.feature_map
+        return sweep_spec(role, self.arith, feature, self.p.d, self.p.e, self.causal, self.device)
+
+    def axes(self, role: str) -> Axes:
+        by_query = role in ("Forward", "GradQ")
+        return self.arrays.query_axes if by_query else self.arrays.state_axes
+
+    def splits(self, spec: SweepSpec) -> int:
+        return -(-getattr(self.p, _WIDTH[spec.role]) // spec.columns)
+
+    def positions(self, queries: bool) -> tuple[int, int, int]:
+        """(origin, query_shift, length) of a walk over queries or keys; see params.cuh."""
+        p = self.p
+        if not self.causal:
+            return 0, 0, p.n if queries else p.m
+        shift = p.m - p.n
+        return min(0, shift), shift, p.m - min(0, shift)
+
+    def segment(self, blocks: int, resident: int, length: int, prepass: bool) -> int:
+        """Positions in a segment: the length of least time for `blocks` blocks a segment."""
+        granules = -(-length // GRANULE)
+        if blocks == 0 or granules < 2:
+            return max(1, granules) * GRANULE
+        # Enough pieces for two rounds of blocks; beyond that only the overheads grow.
+        most = min(granules, max(1, 2 * resident // blocks))
+
+        def time(count: int) -> float:
+            rounds = -(-blocks * count // resident)
+            walk = rounds * -(-granules // count) * _GRANULE_COST + 0.5 * rounds
+            if not prepass or count == 1:
+                return walk
+            share = _STATE_SHARE * _GRANULE_COST * granules * blocks / resident
+            return walk + share * (count - 1) / count + 2 * _LAUNCH_COST
+
+        count = min(range(1, most + 1), key=time)
+        return -(-granules // count) * GRANULE
+
+    def walk_segment(self, spec: SweepSpec) -> int:
+        """Positions in a segment of the walk of `spec`."""
+        blocks = self.axes(spec.role).heads * self.splits(spec)
+        resident = resident_blocks(spec, self.device)
+        length = self.positions(spec.role in ("Forward", "GradQ"))[2]
+        segment = self.segment(blocks, resident, length, prepass=self.causal)
+        if segment < length:
+            self.reasons.append(
+                f"{spec.role} has {blocks} blocks for {resident} places, so that its sequence is cut "
+                f"into {-(-length // segment)} segments"
+            )
+        return segment
+
+    def states(
+        self,
+        name: str,
+        is_reversed: bool,
+        segment: int,
+        rows: dict[str, RowRef],
+        start: StateRef | None,
+        total: StateRef | None,
+    ) -> StateRef:
+        """Pre-pass and scan: a slot for each segment, with the state before it (behind, reversed).
+
+        The segment that is last in the walk is only summed for the total.
+        """
+        p = self.p
+        origin, shift, length = self.positions(is_reversed)
+        pieces = max(1, -(-length // segment))
+        slots = self.arrays.slots(name, pieces)
+        skip = 0 if total is not None else 1  # pieces left out: the first if reversed, or the last
+        begin = segment * skip if is_reversed else 0
+        end = length if is_reversed else min(length, segment * (pieces - skip))
+        summed = 0
+        if end > begin and prod(p.lead if is_reversed else p.state_lead):
+            summed = pieces - skip
+            spec = self.state_spec(is_reversed)
+            names = ("q", "dout") if is_reversed else ("k", "v")
+            course = Course(
+                origin=origin + begin,
+                query_shift=shift,
+                chunks=-(-(end - begin) // spec.chunk),
+                each=segment // spec.chunk,
+                splits=-(-p.e // spec.columns),
+            )
+            self.launches.append(
+                walk_launch(
+                    p,
+                    spec,
+                    self.arrays.state_axes,
+                    course,
+                    {x: self.arrays.tensor(x) for x in names},
+                    rows,
+                    {"final": slots.slot(skip if is_reversed else 0, p.d, p.e)},
+                )
+            )
+        states = {"slots": slots}
+        states |= {"start": start} if start is not None else {}
+        states |= {"total": total} if total is not None else {}
+        scan = scan_launch(p, self.arrays.state_axes, pieces, summed, is_reversed, states)
+        if scan.grid:
+            self.launches.append(scan)
+        return slots
+
+    def state_spec(self, is_reversed: bool) -> StateSpec:
+        p = self.p
+        feature = p.options.feature_map
+        return state_spec(self.arith, feature, p.d, p.e, is_reversed, self.device)
+
+    def total(
+        self,
+        name: str,
+        is_reversed: bool,
+        rows: dict[str, RowRef],
+        start: StateRef | None,
+        result: StateRef | None,
+    ) -> StateRef:
+        """The sum over the whole sequence: what every row sees where nothing is masked."""
+        spec = self.state_spec(is_reversed)
+        blocks = self.arrays.state_axes.heads * -(-self.p.e // spec.columns)
+        length = self.positions(is_reversed)[2]
+        segment = self.segment(blocks, resident_blocks(spec, self.device), length, prepass=False)
+        total = result if result is not None else self.arrays.slots(f"{name}.total", 1)
+        self.states(name, is_reversed, segment, rows, start, total)
+        return total
+
+    def walk(
+        self,
+        spec: SweepSpec,
+        segment: int,
+        tensors: dict[str, Tensor],
+        rows: dict[str, RowRef],
+        start: StateRef | None,
+        slotted: bool,
+        final: StateRef | None = None,
+    ) -> None:
+        """The walk of one role; two launches where its sums over a row cross blocks."""
+        axes, splits = self.axes(spec.role), self.splits(spec)
+        queries = spec.role in ("Forward", "GradQ")
+        origin, shift, length = self.positions(queries)
+        states = {"start": start} if start is not None else {}
+        states |= {"final": final} if final is not None else {}
+        phases = ["whole"]
+        if spec.through_features and splits > 1:
+            phases = ["dots", "apply"]
+            lead = self.arrays.lead if queries else self.arrays.state_lead
+            count = self.p.n if queries else self.p.m
+            name = f"dots.{spec.role}"
+            self.arrays.workspace[name] = Buffer((*lead, count, splits, 3), self.p.state_dtype)
+            rows = rows | {"dots": self.arrays.rows(name, lead, count, 3 * splits)}
+        for phase in phases:
+            course = Course(
+                origin=origin,
+                query_shift=shift,
+                chunks=-(-length // spec.chunk),
+                each=segment // spec.chunk,
+                splits=splits,
+                pieces=1 if slotted else 0,
+                phase=phase,
+            )
+            launch = walk_launch(self.p, spec, axes, course, tensors, rows, states)
+            if launch.grid:
+                self.launches.append(launch)
+
+    def forward(self, out: Tensor | None, den: RowRef, final: StateRef | None) -> None:
+        """den, and where they are given a place, out and the final state."""
+        p, arrays = self.p, self.arrays
+        spec = self.spec("Forward")
+        initial = arrays.given_state("initial_state") if p.initial_state else None
+        segment = self.walk_segment(spec)
+        length = self.positions(True)[2]
+        start, slotted = initial, False
+        if not self.causal:
+            start, final = self.total("keys", False, {}, initial, final), None
+        elif segment < length:
+            start, slotted = self.states("keys", False, segment, {}, initial, None), True
+        tensors = {"q": arrays.tensor("q")}
+        if self.causal:
+            tensors |= {"k": arrays.tensor("k"), "v": arrays.tensor("v")}
+        if out is not None:
+            tensors["dst"] = out
+        self.walk(spec, segment, tensors, {"den": den}, start, slotted, final)
+
+
+def forward_plan(
+    problem: Problem, device: DeviceInfo, want_state: bool = False, out: Layout | None = None
+) -> Plan:
+    """The plan of `linear_attention`: buffers "out" and "den", and "state.kv", ... if wanted.
+
+    `out` is the layout of the caller's array for the result, if there is one.
+    """
+    planner = _Planner(problem, device)
+    arrays = planner.arrays
+    arrays.outputs["den"] = Buffer((*problem.lead, problem.n), problem.state_dtype)
+    final = arrays.new_state("state") if want_state else None
+    planner.forward(arrays.out(out), arrays.rows("den", problem.lead, problem.n), final)
+    return planner.plan()
+
+
+def backward_plan(problem: Problem, device: DeviceInfo, has_normalizer: bool = False) -> Plan:
+    """The plan of `linear_attention_vjp`: buffers "dq", "dk", "dv" and "dinitial_state.kv", ..."""
+    planner = _Planner(problem, device)
+    p, arrays = problem, planner.arrays
+    rows: dict[str, RowRef] = {}
+    if p.options.normalize:
+        rows["den"] = arrays.rows("den", p.lead, p.n)
+        if not has_normalizer:
+            arrays.workspace["den"] = Buffer((*p.lead, p.n), p.state_dtype)
+            planner.forward(None, rows["den"], None)
+        arrays.workspace["delta"] = Buffer((*p.lead, p.n), p.state_dtype)
+        rows["delta"] = arrays.rows("delta", p.lead, p.n)
+    _query_gradient(planner, rows)
+    _key_gradients(planner, rows)
+    return planner.plan()
+
+
+def _result(planner: _Planner, name: str, lead: tuple[int, ...]) -> Tensor:
+    """Where the gradient of input `name` is made: at `lead` heads, to be summed if it broadcasts."""
+    layout, arrays = getattr(planner.p, name), planner.arrays
+    result = f"d{name}"
+    own = (1,) * (len(lead) + 2 - len(layout.shape)) + layout.shape[:-2]
+    if own == lead:
+        arrays.outputs[result] = Buffer(layout.shape, layout.dtype)
+        return arrays.made(result, layout.shape, layout.dtype)
+    shape = (*lead, *layout.shape[-2:])
+    arrays.workspace[f"{result}.heads"] = Buffer(shape, layout.dtype)
+    planner.reductions.append(Reduction(f"{result}.heads", result, layout.shape, layout.dtype))
+    return arrays.made(f"{result}.heads", shape, layout.dtype)
+
+
+def _query_gradient(planner: _Planner, rows: dict[str, RowRef]) -> None:
+    p, arrays = planner.p, planner.arrays
+    spec = planner.spec("GradQ")
+    initial = arrays.given_state("initial_state") if p.initial_state else None
+    segment = planner.walk_segment(spec)
+    start, slotted = initial, False
+    if not planner.causal:
+        start = planner.total("keys", False, {}, initial, None)
+    elif segment < planner.positions(True)[2]:
+        start, slotted = planner.states("keys", False, segment, {}, initial, None), True
+    names = ("q", "k", "v", "dout") if planner.causal else ("q", "dout")
+    tensors = {name: arrays.tensor(name) for name in names}
+    tensors["dst"] = _result(planner, "q", p.lead)
+    planner.walk(spec, segment, tensors, rows, start, slotted)
+
+
+def _key_gradients(planner: _Planner, rows: dict[str, RowRef]) -> None:
+    p, arrays = planner.p, planner.arrays
+    specs = {"k": planner.spec("GradK"), "v": planner.spec("GradV")}
+    given = arrays.given_state("dstate") if p.dstate else None
+    total = arrays.new_state("dinitial_state") if p.initial_state else None
+    segment = planner.walk_segment(specs["k"])
+    start, slotted = given, False
+    if not planner.causal:
+        start = planner.total("queries", True, rows, given, total)
+    elif total is not None or segment < planner.positions(False)[2]:
+        start, slotted = planner.states("queries", True, segment, rows, given, total), True
+    for name, spec in specs.items():
+        names = ("q", "k", "v", "dout")
+        if not planner.causal:
+            names = ("v", "k") if name == "k" else ("k",)
+        tensors = {x: arrays.tensor(x) for x in names}
+        tensors["dst"] = _result(planner, name, arrays.state_lead)
+        needed = rows if planner.causal else {}
+        planner.walk(spec, segment, tensors, needed, start, slotted)
+    if total is not None:
+        _state_gradients(planner)
+
+
+def _state_gradients(planner: _Planner) -> None:
+    """From the state's leading axes and type to those of the parts that were given."""
+    assert planner.p.initial_state is not None
+    for part, layout in zip(STATE_FIELDS, planner.p.initial_state, strict=True):
+        name = f"dinitial_state.{part}"
+        made = planner.arrays.outputs[name]
+        if (made.shape, made.dtype) != (layout.shape, layout.dtype):
+            planner.reductions.append(Reduction(name, name, layout.shape, layout.dtype))

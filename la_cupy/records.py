@@ -1,0 +1,243 @@
+"""From names, strides and sizes to the bytes of a launch's parameters."""
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from . import dtypes
+from .kernels import ScanSpec, Spec, StateSpec, SweepSpec
+from .params import DTYPE_CODES, MAX_RANK, PARAMS, PHASES, SCAN_PARAMS, SCAN_WIDTH, STATE_FIELDS
+from .problem import Problem
+
+Strides = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Rows of a buffer; strides in elements, `lead` over the leading axes of the result."""
+
+    buffer: str
+    dtype: str
+    lead: Strides
+    row: int
+
+
+@dataclass(frozen=True)
+class RowRef:
+    """Numbers that belong to rows, in a buffer of the accumulators' type."""
+
+    buffer: str
+    lead: Strides
+
+
+@dataclass(frozen=True)
+class StateRef:
+    """The four parts of a state: buffers, leading strides, elements before the first."""
+
+    buffers: tuple[str, ...]
+    leads: tuple[Strides, ...]
+    shifts: tuple[int, ...]
+
+    def slot(self, index: int, d: int, e: int) -> "StateRef":
+        """The same workspace from slot `index` on."""
+        sizes = (d * e, d, e, 1)
+        shifts = tuple(s + index * size for s, size in zip(self.shifts, sizes, strict=True))
+        return StateRef(self.buffers, self.leads, shifts)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Leading axes: `outer` make the blocks of a launch, `group` are summed over in a block."""
+
+    sizes: tuple[int, ...]
+    outer: tuple[int, ...]
+    group: tuple[int, ...]
+
+    @property
+    def heads(self) -> int:
+        """Heads that have blocks of their own."""
+        return prod(self.sizes[i] for i in self.outer)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel on one grid: the parameters' bytes, and where addresses go in them."""
+
+    spec: Spec
+    grid: int
+    record: bytes
+    pointers: tuple[tuple[int, str, int], ...]  # offset in the record, buffer, bytes added
+    aligned: tuple[tuple[int, str, int], ...]  # offset in the record, buffer, alignment
+
+
+def merge(axes: Axes, strides: list[Strides]) -> tuple[list[int], int, list[list[int]]]:
+    """Axes that step alike in every array become one.
+
+    Returns the sizes, how many of them are outer, and for each array its strides. More than
+    MAX_RANK axes that do not merge are the one layout that the kernels do not take.
+    """
+    sizes: list[int] = []
+    steps: list[list[int]] = []  # per merged axis, the strides of all arrays
+    outer = 0
+    for kind in (axes.outer, axes.group):
+        begin = len(sizes)
+        for axis in kind:
+            size = axes.sizes[axis]
+            own = [s[axis] for s in strides]
+            if size == 1:
+                continue
+            if len(sizes) > begin and steps[-1] == [x * size for x in own]:
+                sizes[-1] *= size
+                steps[-1] = own
+            else:
+                sizes.append(size)
+                steps.append(own)
+        if kind is axes.outer:
+            outer = len(sizes)
+    if len(sizes) > MAX_RANK:
+        raise ValueError(
+            f"the leading axes {axes.sizes} of these arrays come to {len(sizes)} axes that do not "
+            f"merge, but the GPU kernels take {MAX_RANK}: pass contiguous copies"
+        )
+    return sizes, outer, [list(column) for column in zip(*steps, strict=True)] if steps else [
+        [] for _ in strides
+    ]
+
+
+class _Record:
+    """A record under construction, with the places where addresses belong."""
+
+    def __init__(self, dtype: np.dtype, state_dtype: str) -> None:
+        self.dtype = dtype
+        self.values = np.zeros(1, dtype)
+        self.itemsize = dtypes.ITEMSIZE[state_dtype]
+        self.pointers: list[tuple[int, str, int]] = []
+        self.aligned: list[tuple[int, str, int]] = []
+
+    def offset(self, *path: str) -> int:
+        at, dtype = 0, self.dtype
+        for name in path:
+            assert dtype.fields is not None
+            dtype, inner = dtype.fields[name][:2]
+            at += inner
+        return at
+
+    def tensor(self, name: str, tensor: Tensor, lead: list[int], packet: int) -> None:
+        record = self.values[0][name]
+        record["lead"][: len(lead)] = lead
+        record["row"] = tensor.row
+        record["dtype"] = DTYPE_CODES[tensor.dtype]
+        self.pointers.append((self.offset(name, "data"), tensor.buffer, 0))
+        if all(stride % packet == 0 for stride in (*lead, tensor.row)):
+            size = packet * dtypes.ITEMSIZE[tensor.dtype]
+            self.aligned.append((self.offset(name, "aligned"), tensor.buffer, size))
+
+    def rows(self, name: str, ref: RowRef, lead: list[int]) -> None:
+        self.values[0][name]["lead"][: len(lead)] = lead
+        self.pointers.append((self.offset(name, "data"), ref.buffer, 0))
+
+    def state(self, name: str, ref: StateRef, leads: list[list[int]]) -> None:
+        for field, buffer, lead, shift in zip(
+            STATE_FIELDS, ref.buffers, leads, ref.shifts, strict=True
+        ):
+            self.values[0][name][f"{field}_lead"][: len(lead)] = lead
+            self.pointers.append((self.offset(name, field), buffer, shift * self.itemsize))
+
+    def launch(self, spec: Spec, grid: int) -> Launch:
+        pointers, aligned = tuple(self.pointers), tuple(self.aligned)
+        return Launch(spec, grid, self.values.tobytes(), pointers, aligned)
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a walk over the sequence covers, and in how many blocks; see params.cuh."""
+
+    origin: int
+    query_shift: int
+    chunks: int
+    each: int  # chunks in a segment
+    splits: int
+    pieces: int = 0
+    phase: str = "whole"
+
+    @property
+    def segments(self) -> int:
+        return -(-self.chunks // self.each) if self.chunks else 1
+
+
+def walk_launch(
+    problem: Problem,
+    spec: SweepSpec | StateSpec,
+    axes: Axes,
+    course: Course,
+    tensors: dict[str, Tensor],
+    rows: dict[str, RowRef],
+    states: dict[str, StateRef],
+) -> Launch:
+    """The launch of `sweep` or `accumulate`."""
+    leads = [t.lead for t in tensors.values()] + [r.lead for r in rows.values()]
+    leads += [lead for s in states.values() for lead in s.leads]
+    sizes, outer, merged = merge(axes, leads)
+    record = _Record(PARAMS, problem.state_dtype)
+    taken = iter(merged)
+    for name, tensor in tensors.items():
+        record.tensor(name, tensor, next(taken), 16 // spec.element)
+    for name, ref in rows.items():
+        record.rows(name, ref, next(taken))
+    for name, state in states.items():
+        record.state(name, state, [next(taken) for _ in STATE_FIELDS])
+    p, options = record.values[0], problem.options
+    p["size"][: len(sizes)] = sizes
+    p["outer"], p["rank"] = outer, len(sizes)
+    p["n"], p["m"], p["d"], p["e"] = problem.n, problem.m, problem.d, problem.e
+    p["query_shift"], p["origin"] = course.query_shift, course.origin
+    p["chunks"], p["chunks_per_segment"] = course.chunks, course.each
+    p["segments"], p["splits"], p["pieces"] = course.segments, course.splits, course.pieces
+    p["unit_norm"], p["normalize"] = options.qk_norm == "l2", options.normalize
+    p["phase"] = PHASES[course.phase]
+    p["a"], p["b"] = options.a, options.b
+    return record.launch(spec, axes.heads * course.segments * course.splits)
+
+
+def scan_launch(
+    problem: Problem,
+    axes: Axes,
+    pieces: int,
+    summed: int,
+    is_reversed: bool,
+    states: dict[str, StateRef],
+) -> Launch:
+    """The launch of `scan` over `slots`, with `start` and `total` where there are any."""
+    axes = Axes(axes.sizes, axes.outer, ())
+    sizes, _, merged = merge(axes, [lead for s in states.values() for lead in s.leads])
+    record = _Record(SCAN_PARAMS, problem.state_dtype)
+    taken = iter(merged)
+    for name, state in states.items():
+        record.state(name, state, [next(taken) for _ in STATE_FIELDS])
+    p = record.values[0]
+    p["size"][: len(sizes)] = sizes
+    p["rank"], p["pieces"], p["summed"] = len(sizes), pieces, summed
+    p["reversed"], p["d"], p["e"] = is_reversed, problem.d, problem.e
+    numbers = problem.d * problem.e + problem.d + problem.e + 1
+    grid = axes.heads * -(-numbers // SCAN_WIDTH)
+    return record.launch(ScanSpec(problem.state_dtype == "float64"), grid)
+
+
+def fill(
+    record: bytes,
+    pointers: tuple[tuple[int, str, int], ...],
+    aligned: tuple[tuple[int, str, int], ...],
+    buffers: Mapping[str, Any],
+    address: Callable[[Any], int],
+) -> bytearray:
+    """The parameters of one launch, with the addresses of `buffers` in their places."""
+    filled = bytearray(record)
+    for offset, name, shift in pointers:
+        struct.pack_into("<Q", filled, offset, address(buffers[name]) + shift)
+    for offset, name, size in aligned:
+        struct.pack_into("<i", filled, offset, address(buffers[name]) % size == 0)
+    return filled

@@ -1,0 +1,65 @@
+// kernels_cu/ptx/thread.cuh on the host.
+#pragma once
+#include "machine/machine.hpp"
+#include "ptx/types.cuh"
+
+namespace emulation {
+
+struct Nothing {};
+inline void do_nothing(Lanes<Nothing>) {}
+
+template <class T>
+struct ShuffleLane {
+  T value;
+  int mask;
+  T result;
+};
+
+template <class T>
+inline void shuffle(Lanes<ShuffleLane<T>> lanes) {
+  for (int i = 0; i < warp_size; ++i) lanes[i].result = lanes[(i ^ lanes[i].mask) & 31].value;
+}
+
+inline void any(Lanes<bool> predicates) {
+  bool any = false;
+  for (int i = 0; i < warp_size; ++i) any = any || predicates[i];
+  for (int i = 0; i < warp_size; ++i) predicates[i] = any;
+}
+
+}  // namespace emulation
+
+namespace ptx {
+
+inline i32 thread() { return emulation::machine.current; }
+inline i32 block() { return emulation::machine.block; }
+
+inline void sync_block(LA_EMULATION_SITE) { emulation::block_barrier({"sync_block", file, line}); }
+
+inline void sync_warp(LA_EMULATION_SITE) {
+  emulation::Nothing nothing;
+  emulation::warp_collective<emulation::do_nothing>({"sync_warp", file, line}, nothing);
+}
+
+template <class T>
+inline T shuffle_xor(T value, i32 mask, LA_EMULATION_SITE) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffle_xor: T must have 4 or 8 bytes");
+  emulation::ShuffleLane<T> mine = {value, mask, value};
+  emulation::warp_collective<emulation::shuffle<T>>({"shuffle_xor", file, line}, mine);
+  return mine.result;
+}
+
+inline bool warp_any(bool predicate, LA_EMULATION_SITE) {
+  emulation::warp_collective<emulation::any>({"warp_any", file, line}, predicate);
+  return predicate;
+}
+
+// 0, and the compiler does not know it.
+inline i32 unknown_zero() {
+  i32 zero = 0;
+  asm volatile("" : "+r"(zero));
+  return zero;
+}
+
+inline unsigned char* dynamic_shared() { return emulation::machine.shared; }
+
+}  // namespace ptx

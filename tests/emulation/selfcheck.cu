@@ -1,0 +1,253 @@
+// Kernels that check the emulation itself, and that are written as the library's kernels are.
+#include "ptx/all.cuh"
+
+namespace la {
+
+using namespace ptx;
+
+// One wrapper per kernel: every lane reads its operands from its row of `in` and writes its results
+// to its row of `out`, both [blocks * threads][words] 32-bit words.
+struct LaneParams {
+  const u32* in;
+  u32* out;
+  i32 in_words, out_words, mask;
+};
+
+template <class Wrapper>
+LA_KERNEL(128, 1) per_lane(LA_GRID_CONSTANT const LaneParams params) {
+  const i64 row = static_cast<i64>(block()) * Wrapper::kThreads + thread();
+  Wrapper::run(params.in + row * params.in_words, params.out + row * params.out_words, params.mask);
+}
+
+struct Indices {
+  static constexpr int kThreads = 96;
+  static LA_DEVICE void run(const u32*, u32* out, i32) {
+    out[0] = static_cast<u32>(block());
+    out[1] = static_cast<u32>(thread());
+  }
+};
+
+struct MmaBf16 {
+  static constexpr int kThreads = 32;
+  static LA_DEVICE void run(const u32* in, u32* out, i32) {
+    float c[4] = {as_float(in[6]), as_float(in[7]), as_float(in[8]), as_float(in[9])};
+    mma_bf16(c, {in[0], in[1], in[2], in[3]}, {in[4], in[5]});
+    for (int i = 0; i < 4; ++i) out[i] = as_bits(c[i]);
+  }
+};
+
+struct MmaTf32 {
+  static constexpr int kThreads = 32;
+  static LA_DEVICE void run(const u32* in, u32* out, i32) {
+    float c[4] = {as_float(in[6]), as_float(in[7]), as_float(in[8]), as_float(in[9])};
+    mma_tf32(c, {in[0], in[1], in[2], in[3]}, {in[4], in[5]});
+    for (int i = 0; i < 4; ++i) out[i] = as_bits(c[i]);
+  }
+};
+
+struct MmaF64 {
+  static constexpr int kThreads = 32;
+  static LA_DEVICE void run(const u32* in, u32* out, i32) {
+    double c[2] = {as_double(in[4], in[5]), as_double(in[6], in[7])};
+    mma_f64(c, as_double(in[0], in[1]), as_double(in[2], in[3]));
+    for (int i = 0; i < 2; ++i) {
+      out[2 * i] = low_word(c[i]);
+      out[2 * i + 1] = high_word(c[i]);
+    }
+  }
+};
+
+// The lane's 16-byte row goes to shared memory, in reverse order, so that addresses count.
+template <bool transposed>
+struct Ldmatrix {
+  static constexpr int kThreads = 32;
+  static LA_DEVICE void run(const u32* in, u32* out, i32) {
+    u32* row = reinterpret_cast<u32*>(dynamic_shared()) + 4 * (31 - thread());
+    for (int i = 0; i < 4; ++i) row[i] = in[i];
+    sync_warp();
+    u32 r[4];
+    if constexpr (transposed) ldmatrix_x4_trans(r, row);
+    else ldmatrix_x4(r, row);
+    for (int i = 0; i < 4; ++i) out[i] = r[i];
+  }
+};
+
+struct Shuffles {
+  static constexpr int kThreads = 64;
+  static LA_DEVICE void run(const u32* in, u32* out, i32 mask) {
+    out[0] = shuffle_xor(in[0], mask);
+    out[1] = as_bits(shuffle_xor(as_float(in[1]), mask));
+    const double x = shuffle_xor(as_double(in[2], in[3]), mask);
+    out[2] = low_word(x);
+    out[3] = high_word(x);
+    out[4] = warp_any(in[0] == 7u);
+  }
+};
+
+struct Conversions {
+  static constexpr int kThreads = 32;
+  static LA_DEVICE void run(const u32* in, u32* out, i32) {
+    const float x = as_float(in[0]), y = as_float(in[1]);
+    out[0] = pack_bf16(x, y);
+    out[1] = pack_f16(x, y);
+    out[2] = to_tf32(x);
+    out[3] = to_bf16(x) | static_cast<u32>(to_f16(y)) << 16;
+    out[4] = as_bits(bf16_low(out[0]));
+    out[5] = as_bits(bf16_high(out[0]));
+    out[6] = as_bits(f16_low(out[1]));
+    out[7] = as_bits(f16_high(out[1]));
+  }
+};
+
+struct Memory {
+  static constexpr int kThreads = 32;
+  static LA_DEVICE void run(const u32* in, u32* out, i32) {
+    store_16(out, load_16(in));
+    store_8(out + 4, load_8(in + 4));
+    store_4(out + 6, load_4(in + 6));
+    const char* half = reinterpret_cast<const char*>(in + 7);
+    store_2(reinterpret_cast<char*>(out + 7), load_2(half));
+    store_2(reinterpret_cast<char*>(out + 7) + 2, load_2(half + 2));
+  }
+};
+
+struct Maths {
+  static constexpr int kThreads = 32;
+  static LA_DEVICE void run(const u32* in, u32* out, i32) {
+    const float x = as_float(in[0]);
+    const double z = x;
+    const float f[3] = {ptx::exp(x), ptx::sqrt(x), ptx::fma(x, x, x)};
+    const double d[3] = {ptx::exp(z), ptx::sqrt(z), ptx::fma(z, z, z)};
+    for (int i = 0; i < 3; ++i) {
+      out[i] = as_bits(f[i]);
+      out[4 + 2 * i] = low_word(d[i]);
+      out[5 + 2 * i] = high_word(d[i]);
+    }
+  }
+};
+
+// out[b] = x[b] y[b]^T, 64x64 each: bf16 in, float32 out, one block of 4 warps per product and 16
+// rows per warp, `repeats` times over. As a kernel would: global -> shared -> ldmatrix -> mma.
+struct GemmParams {
+  const bf16* x;
+  const bf16* y;
+  float* out;
+  i32 repeats;
+};
+
+template <int kSize>
+LA_KERNEL(128, 1) gemm(LA_GRID_CONSTANT const GemmParams params) {
+  constexpr int kPitch = kSize + 8;  // elements; shifts rows by 16 bytes against bank conflicts
+  bf16* x = reinterpret_cast<bf16*>(dynamic_shared());
+  bf16* y = x + kSize * kPitch;
+  const i64 offset = static_cast<i64>(block()) * kSize * kSize;
+  const int lane = thread() % 32, warp_row = thread() / 32 * 16;
+  float c[kSize / 8][4] = {};
+  for (int repeat = 0; repeat < params.repeats; ++repeat) {
+    sync_block();
+    for (int i = thread() * 8; i < kSize * kSize; i += 128 * 8) {
+      const int at = i / kSize * kPitch + i % kSize;
+      *reinterpret_cast<Word4*>(x + at) = load_16(params.x + offset + i);
+      *reinterpret_cast<Word4*>(y + at) = load_16(params.y + offset + i);
+    }
+    sync_block();
+    for (int k = 0; k < kSize; k += 16) {
+      u32 a[4];
+      ldmatrix_x4(a, x + (warp_row + lane % 16) * kPitch + k + lane / 16 * 8);
+      for (int j = 0; j < kSize / 8; j += 2) {
+        u32 b[4];  // rows of y are columns of y^T: no transposition
+        ldmatrix_x4(b, y + (j * 8 + lane % 8 + lane / 16 * 8) * kPitch + k + lane / 8 % 2 * 8);
+        mma_bf16(c[j], a, {b[0], b[1]});
+        mma_bf16(c[j + 1], a, {b[2], b[3]});
+      }
+    }
+  }
+  for (int j = 0; j < kSize / 8; ++j) {
+    for (int i = 0; i < 4; ++i) {
+      const int row = warp_row + lane / 4 + i / 2 * 8, column = j * 8 + lane % 4 * 2 + i % 2;
+      params.out[offset + row * kSize + column] = c[j][i];
+    }
+  }
+}
+
+// What a kernel must not do, by number.
+struct FaultParams {
+  float* out;
+  i32 zero;  // 0, but the compiler does not know
+};
+
+template <int kFault>
+LA_KERNEL(64, 1) faulty(LA_GRID_CONSTANT const FaultParams params) {
+  float* shared = reinterpret_cast<float*>(dynamic_shared());
+  const int t = thread();
+  const int zero = params.zero;
+  if constexpr (kFault == 0) {
+    if (t != 40) sync_block();
+  }
+  if constexpr (kFault == 1) {
+    if (t == 40) return;
+    sync_block();
+  }
+  if constexpr (kFault == 2) {
+    if (t % 32 == 0) sync_warp();
+  }
+  if constexpr (kFault == 3) {
+    if (t < 32) sync_block();
+    else sync_block();
+  }
+  if constexpr (kFault == 4) {
+    if (t % 32 != 3) shuffle_xor(t, 1);
+  }
+  if constexpr (kFault == 5) {
+    if (t % 32 == 3) sync_block();
+    else shuffle_xor(t, 1);
+  }
+  if constexpr (kFault == 6) {
+    if (t % 32 == 3) warp_any(true);
+    else sync_warp();
+  }
+  if constexpr (kFault == 7) shared[64 + t] = 1.f;  // launched with 256 bytes
+  if constexpr (kFault == 8) shared[1 << 20] = 1.f;
+  if constexpr (kFault == 9) params.out[0] = *reinterpret_cast<float*>(zero + 8ll);
+  if constexpr (kFault == 10) store_4(params.out, static_cast<u32>(t / zero));
+  if constexpr (kFault == 11) load_16(reinterpret_cast<char*>(params.out) + 4);
+  if constexpr (kFault == 12) store_4(shared, 1u);
+  if constexpr (kFault == 13) {
+    u32 r[4];
+    ldmatrix_x4(r, shared + 62);
+  }
+  if constexpr (kFault == 14) {
+    u32 r[4];
+    ldmatrix_x4(r, shared + 1);
+  }
+  if constexpr (kFault == 15) {
+    float x[4] = {1.f, 2.f, 3.f, 4.f};
+    params.out[0] = x[zero + 4];
+  }
+  if constexpr (kFault == 16) *reinterpret_cast<Word4*>(shared + 1 + zero) = Word4{{1, 2, 3, 4}};
+  if constexpr (kFault == 17) {  // more than a stack
+    volatile char big[300 * 1024];
+    big[zero] = 1;
+    params.out[0] = big[zero];
+  }
+  if constexpr (kFault == 18) params.out[16 + zero] = 1.f;  // launched with 16 floats and a fence
+  if constexpr (kFault == 19) params.out[zero - 1] = 1.f;
+}
+
+// Neighbouring warps exchange a number through shared memory; the barrier between is optional.
+template <bool kBarrier>
+LA_KERNEL(64, 1) exchange(LA_GRID_CONSTANT const FaultParams params) {
+  float* shared = reinterpret_cast<float*>(dynamic_shared());
+  shared[thread()] = static_cast<float>(thread());
+  if constexpr (kBarrier) sync_block();
+  params.out[64 * block() + thread()] = shared[(thread() + 32) % 64];
+}
+
+// Reads what nothing has written: shared memory is NaN at the start of every block.
+LA_KERNEL(32, 1) unwritten(LA_GRID_CONSTANT const FaultParams params) {
+  float* shared = reinterpret_cast<float*>(dynamic_shared());
+  params.out[32 * block() + thread()] = shared[thread()];
+  shared[thread()] = 1.f;
+}
+
+}  // namespace la

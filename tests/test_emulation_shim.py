@@ -1,0 +1,376 @@
+"""The emulation that the kernel tests stand on: each ptx wrapper against NumPy, and the faults.
+
+Fragment layouts are written out here a second time, as index formulas of the PTX manual.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from emulation import runner
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+
+SELFCHECK = runner.HERE / "selfcheck.cu"
+FAULTS = {
+    0: r"thread 40 returns from the kernel, but thread 0 waits at sync_block \(.*check.cu:\d+\)",
+    1: r"thread 40 returns from the kernel, but thread 0 waits at sync_block",
+    2: r"thread 1 returns from the kernel, but thread 0 waits at sync_warp",
+    3: r"thread 32 is at sync_block \(.*\), but thread 0 waits at sync_block",
+    4: r"thread 3 returns from the kernel, but thread 0 waits at shuffle_xor",
+    5: r"thread 3 is at sync_block .*, but thread 0 waits at shuffle_xor",
+    6: r"thread 3 is at warp_any .*, but thread 0 waits at sync_warp",
+    7: r"wrote behind its 256 bytes of shared memory, first at offset 256",
+    8: r"uses memory that is not there, at 0x",
+    9: r"uses memory that is not there, at 0x8",
+    10: r"divides|undefined behaviour",
+    11: r"load_16 at 0x\w+, which is not a multiple of 16",
+    12: r"store_4, which is for global memory, at 0x\w+ in shared memory",
+    13: r"gives ldmatrix the row 0x\w+, at offset 248 of 256 bytes",
+    14: r"gives ldmatrix a row at offset 4, no multiple of 16",
+    15: r"undefined behaviour: .*an index out of bounds",
+    16: r"undefined behaviour: a misaligned pointer",
+    17: r"uses memory that is not there",  # a stack that overflows
+    18: r"uses memory that is not there",  # global memory: behind a fenced array, and before one
+    19: r"uses memory that is not there",
+}
+WRAPPERS = [
+    "Indices", "MmaBf16", "MmaTf32", "MmaF64", "Ldmatrix<false>", "Ldmatrix<true>",
+    "Shuffles", "Conversions", "Memory", "Maths",
+]  # fmt: skip
+KERNELS = [
+    *(f"per_lane<{wrapper}>" for wrapper in WRAPPERS),
+    *(f"faulty<{number}>" for number in FAULTS),
+    "gemm<64>", "exchange<true>", "exchange<false>", "la::unwritten",
+]  # fmt: skip
+
+
+class LaneParams(ctypes.Structure):
+    _fields_ = [
+        ("in_", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("in_words", ctypes.c_int),
+        ("out_words", ctypes.c_int),
+        ("mask", ctypes.c_int),
+    ]
+
+
+class GemmParams(ctypes.Structure):
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("repeats", ctypes.c_int),
+    ]
+
+
+class FaultParams(ctypes.Structure):
+    _fields_ = [("out", ctypes.c_void_p), ("zero", ctypes.c_int)]
+
+
+@pytest.fixture(scope="module")
+def library() -> runner.Library:
+    return runner.build(KERNELS, includes=[SELFCHECK])
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+def per_lane(library, wrapper, words, out_words, *, blocks=1, mask=0, shared_bytes=0):
+    """Run one wrapper on `words` [blocks * threads, in_words]; [blocks * threads, out_words]."""
+    words = runner.fenced(np.asarray(words, dtype=np.uint32))
+    out = runner.fenced(np.zeros((len(words), out_words), np.uint32))
+    params = LaneParams(words.ctypes.data, out.ctypes.data, words.shape[1], out_words, mask)
+    threads = len(words) // blocks
+    library.launch(f"per_lane<{wrapper}>", blocks, threads, shared_bytes, bytes(params))
+    return out
+
+
+def fault(library, kernel, *, out=None, **launch):
+    out = np.zeros(64, np.float32) if out is None else out
+    launch = {"grid": 1, "threads": 64, "shared_bytes": 256} | launch
+    library.launch(kernel, params=bytes(FaultParams(out.ctypes.data, 0)), **launch)
+    return out
+
+
+def bf16_words(x):
+    """Pairs along the last axis, the first in the low half."""
+    return np.ascontiguousarray(x.astype(ml_dtypes.bfloat16)).view(np.uint32)
+
+
+LANES = np.arange(32)
+G, T = LANES // 4, LANES % 4
+
+
+def test_thread_and_block_count_up(library):
+    out = per_lane(library, "Indices", np.zeros((3 * 96, 1)), 2, blocks=3)
+    np.testing.assert_array_equal(out[:, 0], np.repeat(np.arange(3), 96))
+    np.testing.assert_array_equal(out[:, 1], np.tile(np.arange(96), 3))
+
+
+def accumulators(c):
+    """The four accumulators of each lane out of c [16, 8]."""
+    return np.stack([c[G, 2 * T], c[G, 2 * T + 1], c[G + 8, 2 * T], c[G + 8, 2 * T + 1]], axis=1)
+
+
+def test_mma_bf16_multiplies_16x8x16(library, rng):
+    a, b = rng.normal(size=(16, 16)), rng.normal(size=(16, 8))
+    a, b = (x.astype(ml_dtypes.bfloat16).astype(np.float64) for x in (a, b))
+    c = rng.normal(size=(16, 8)).astype(np.float32)
+    pair = np.stack([2 * T, 2 * T + 1], axis=1)
+    a_words = [
+        bf16_words(a[row[:, None], pair + k]) for row, k in [(G, 0), (G + 8, 0), (G, 8), (G + 8, 8)]
+    ]
+    b_words = [bf16_words(b[pair + k, G[:, None]]) for k in (0, 8)]
+    words = np.concatenate([*a_words, *b_words, accumulators(c).view(np.uint32)], axis=1)
+    out = per_lane(library, "MmaBf16", words, 4).view(np.float32)
+    np.testing.assert_allclose(out, accumulators(c + a @ b), rtol=0, atol=4e-6)
+
+
+def test_mma_tf32_multiplies_16x8x8_and_cuts_its_operands(library, rng):
+    a = rng.normal(size=(16, 8)).astype(np.float32)
+    b = rng.normal(size=(8, 8)).astype(np.float32)
+    c = rng.normal(size=(16, 8)).astype(np.float32)
+    a_lanes = np.stack([a[G, T], a[G + 8, T], a[G, T + 4], a[G + 8, T + 4]], axis=1)
+    b_lanes = np.stack([b[T, G], b[T + 4, G]], axis=1)
+    words = np.concatenate([a_lanes, b_lanes, accumulators(c)], axis=1).view(np.uint32)
+    out = per_lane(library, "MmaTf32", words, 4).view(np.float32)
+    cut_a, cut_b = ((x.view(np.uint32) & 0xFFFFE000).view(np.float32) for x in (a, b))
+    exact = c + cut_a.astype(np.float64) @ cut_b.astype(np.float64)
+    np.testing.assert_allclose(out, accumulators(exact), rtol=0, atol=4e-6)
+    assert np.abs(out - accumulators(c + a @ b)).max() > 1e-4  # not float32 in disguise
+
+
+def test_mma_f64_multiplies_8x8x4(library, rng):
+    a, b, c = rng.normal(size=(8, 4)), rng.normal(size=(4, 8)), rng.normal(size=(8, 8))
+    lanes = np.stack([a[G, T], b[T, G], c[G, 2 * T], c[G, 2 * T + 1]], axis=1)
+    out = per_lane(library, "MmaF64", lanes.view(np.uint32), 4).view(np.float64)
+    exact = c + a @ b
+    np.testing.assert_allclose(
+        out, np.stack([exact[G, 2 * T], exact[G, 2 * T + 1]], axis=1), rtol=0, atol=1e-14
+    )
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "trans"])
+def test_ldmatrix_gives_each_lane_two_neighbours_of_each_matrix(library, rng, transposed):
+    matrices = rng.integers(0, 1 << 16, size=(4, 8, 8), dtype=np.uint16)
+    words = matrices.reshape(32, 8).view(np.uint32)  # lane 8i + r brings row r of matrix i
+    name = f"Ldmatrix<{'true' if transposed else 'false'}>"
+    out = per_lane(library, name, words, 4, shared_bytes=512).view(np.uint16).reshape(32, 4, 2)
+    seen = matrices.swapaxes(1, 2) if transposed else matrices
+    for i in range(4):
+        np.testing.assert_array_equal(out[:, i, 0], seen[i][G, 2 * T])
+        np.testing.assert_array_equal(out[:, i, 1], seen[i][G, 2 * T + 1])
+
+
+@pytest.mark.parametrize("mask", [1, 2, 4, 8, 16, 31])
+def test_shuffle_and_vote_stay_in_their_warp(library, rng, mask):
+    words = rng.integers(8, 1 << 32, size=(64, 4), dtype=np.uint32)
+    words[40, 0] = 7  # the number that warp_any looks for, in the second warp only
+    out = per_lane(library, "Shuffles", words, 5, mask=mask)
+    np.testing.assert_array_equal(out[:, :4], words[np.arange(64) ^ mask])
+    np.testing.assert_array_equal(out[:, 4], np.arange(64) >= 32)
+
+
+def test_conversions_round_as_numpy_and_ml_dtypes_do(library, rng):
+    x = rng.normal(size=(32, 2)) * 10.0 ** rng.integers(-9, 9, size=(32, 2))
+    x = x.astype(np.float32)
+    # Ties in bfloat16, in float16 and in TF32; overflow; zeros and infinities; a NaN.
+    ties = [1 + 2**-8, 1 + 3 * 2**-8, 65520, 1 + 2**-11, -1 - 2**-11]
+    x[:12, 0] = [*ties, 3.4e38, 0, -0.0, np.inf, -np.inf, 1e-45, np.nan]
+    x[:12, 1] = x[11::-1, 0]
+    out = per_lane(library, "Conversions", x.view(np.uint32), 8)
+    with np.errstate(over="ignore"):
+        bf16, f16 = x.astype(ml_dtypes.bfloat16), x.astype(np.float16)
+    np.testing.assert_array_equal(out[:, 4:6].view(np.float32), bf16.astype(np.float32))
+    np.testing.assert_array_equal(out[:, 6:8].view(np.float32), f16.astype(np.float32))
+    numbers = ~np.isnan(x)  # of a NaN the sign and payload are the instruction's own
+    halves = out.view(np.uint16)
+    np.testing.assert_array_equal(halves[:, 0:2][numbers], bf16.view(np.uint16)[numbers])
+    np.testing.assert_array_equal(halves[:, 2:4][numbers], f16.view(np.uint16)[numbers])
+    np.testing.assert_array_equal(halves[:, 6], halves[:, 0])
+    np.testing.assert_array_equal(halves[:, 7], halves[:, 3])
+    # TF32, to nearest and ties away: the float64 mantissa leaves room to add half a unit exactly.
+    mantissa, exponent = np.frexp(x[:, 0].astype(np.float64))
+    nearest = np.ldexp(np.trunc(mantissa * 2**11 + np.copysign(0.5, mantissa)), exponent - 11)
+    normal = (np.abs(x[:, 0]) > 1e-37) & (np.abs(x[:, 0]) < 1e38)
+    np.testing.assert_array_equal(out[:, 2].view(np.float32)[normal], nearest[normal])
+    assert normal.sum() > 20
+    assert np.isnan(out[11, 2].view(np.float32))
+
+
+def test_memory_moves_every_width(library, rng):
+    words = rng.integers(0, 1 << 32, size=(32, 8), dtype=np.uint32)
+    np.testing.assert_array_equal(per_lane(library, "Memory", words, 8), words)
+
+
+def test_maths_agrees_with_numpy(library, rng):
+    x = np.abs(rng.normal(size=(32, 1))).astype(np.float32)
+    out = per_lane(library, "Maths", x.view(np.uint32), 10)
+    z = x.astype(np.float64)
+    exact = np.concatenate([np.exp(z), np.sqrt(z), z * z + z], axis=1)
+    np.testing.assert_allclose(out[:, :3].view(np.float32), exact, rtol=3e-7)
+    np.testing.assert_allclose(np.ascontiguousarray(out[:, 4:]).view(np.float64), exact, rtol=1e-15)
+
+
+def gemm(library, rng, *, repeats=1, blocks=8, order="forward"):
+    x, y = (
+        runner.fenced(rng.normal(size=(blocks, 64, 64)).astype(ml_dtypes.bfloat16))
+        for _ in range(2)
+    )
+    out = runner.fenced(np.full((blocks, 64, 64), np.nan, np.float32))
+    params = GemmParams(x.ctypes.data, y.ctypes.data, out.ctypes.data, repeats)
+    shared_bytes = 2 * 64 * (64 + 8) * 2
+    library.launch("gemm<64>", blocks, 128, shared_bytes, bytes(params), order=order)
+    return out, x.astype(np.float64) @ y.astype(np.float64).swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+def test_a_matrix_kernel_runs_as_on_a_gpu(library, rng, order):
+    out, exact = gemm(library, rng, repeats=2, order=order)
+    np.testing.assert_allclose(out, 2 * exact, rtol=0, atol=2e-4)
+
+
+def test_the_portable_context_switch_works_too(rng):
+    library = runner.build(
+        ["gemm<64>", "faulty<1>", "faulty<8>"], [SELFCHECK], flags=["-DLA_EMULATION_UCONTEXT"]
+    )
+    for number in (1, 8):
+        with pytest.raises(RuntimeError, match=FAULTS[number]):
+            fault(library, f"faulty<{number}>")
+        out, exact = gemm(library, rng, blocks=2)
+        np.testing.assert_allclose(out, exact, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("number", FAULTS)
+def test_faults_are_reported(library, number):
+    out = runner.fenced(np.zeros(16, np.float32), side="before" if number == 19 else "behind")
+    with pytest.raises(RuntimeError, match=FAULTS[number]):
+        fault(library, f"faulty<{number}>", out=out)
+
+
+@pytest.mark.parametrize("side", ["before", "behind"])
+def test_a_fenced_array_is_a_copy_like_any_other(rng, side):
+    x = rng.normal(size=(5, 7)).astype(ml_dtypes.bfloat16)
+    copy = runner.fenced(x, side=side)
+    assert copy.dtype == x.dtype and copy.flags.writeable and copy.ctypes.data % 16 == 0
+    np.testing.assert_array_equal(copy.view(np.uint16), x.view(np.uint16))
+    assert runner.fenced(x[:0]).shape == (0, 7)
+
+
+def test_a_launch_after_a_fault_starts_afresh(library, rng):
+    for number in (1, 8, 15):
+        with pytest.raises(RuntimeError):
+            fault(library, f"faulty<{number}>")
+        out, exact = gemm(library, rng, blocks=1)
+        np.testing.assert_allclose(out, exact, rtol=0, atol=1e-4)
+
+
+def test_the_place_of_a_trap_is_named(library):
+    if shutil.which("addr2line") is None:
+        pytest.skip("naming the line of a trap needs addr2line of binutils")
+    text = SELFCHECK.read_text().splitlines()
+    line = next(i for i, words in enumerate(text, 1) if "x[zero + 4]" in words)
+    with pytest.raises(RuntimeError, match=rf"selfcheck\.cu:{line}\)$"):
+        fault(library, "faulty<15>")
+
+
+def test_shared_memory_is_nan_at_the_start_of_every_block(library):
+    out = fault(library, "la::unwritten", grid=2, threads=32)
+    assert np.isnan(out).all()
+
+
+def test_the_two_orders_disagree_where_a_barrier_is_missing(library):
+    right = (np.arange(64) + 32) % 64
+    for order in ("forward", "reverse"):
+        np.testing.assert_array_equal(fault(library, "exchange<true>", order=order), right)
+    forward, reverse = (fault(library, "exchange<false>", order=o) for o in ("forward", "reverse"))
+    assert np.isnan(forward[:32]).all() and np.isnan(reverse[32:]).all()
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        ({"threads": 48}, "threads = 48, allowed: multiples of 32"),
+        ({"threads": 2048}, "threads = 2048, allowed: up to 1024"),
+        ({"grid": 0}, "grid = 0"),
+        ({"shared_bytes": 1 << 20}, "shared_bytes = 1048576, allowed: up to 232448"),
+    ],
+)
+def test_launches_that_hardware_refuses_are_refused(library, launch, message):
+    with pytest.raises(RuntimeError, match=message):
+        fault(library, "exchange<true>", **launch)
+
+
+def test_params_of_another_size_are_refused(library):
+    with pytest.raises(RuntimeError, match="params of 8 bytes, Params has 16"):
+        library.launch("exchange<true>", 1, 64, 256, bytes(8))
+
+
+SMALL = """
+namespace la {
+struct Out { int* out; };
+template <int x> LA_KERNEL(32, 1) set(const Out params) { params.out[ptx::thread()] = VALUE; }
+}
+"""
+
+
+def run_small(library):
+    out = np.zeros(32, np.int32)
+    library.launch(0, 1, 32, 0, bytes(ctypes.c_void_p(out.ctypes.data)))
+    return out
+
+
+def test_a_build_is_cached_by_its_sources(tmp_path, monkeypatch):
+    monkeypatch.setenv("LA_CUPY_EMULATION_CACHE", str(tmp_path))
+    first = runner.build(["set<3>"], extra_sources=[SMALL.replace("VALUE", "x")])
+    again = runner.build(["set<3>"], extra_sources=[SMALL.replace("VALUE", "x")])
+    other = runner.build(["set<3>"], extra_sources=[SMALL.replace("VALUE", "x + 1")])
+    assert first.path == again.path != other.path
+    assert sorted(tmp_path.iterdir()) == sorted([first.path, other.path])  # no stage is left
+    assert (run_small(again) == 3).all() and (run_small(other) == 4).all()
+
+
+def test_a_source_can_be_mutated(tmp_path, monkeypatch):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "small.cu").write_text(SMALL.replace("VALUE", "x"))
+    monkeypatch.setattr(runner, "KERNELS", tmp_path / "kernels")
+    monkeypatch.setenv("LA_CUPY_EMULATION_CACHE", str(tmp_path / "cache"))
+    mutated = runner.build(["set<3>"], ["small.cu"], replace={"small.cu": [("= x", "= -x")]})
+    assert (run_small(mutated) == -3).all()
+    assert (run_small(runner.build(["set<3>"], ["small.cu"])) == 3).all()
+    with pytest.raises(ValueError, match="'= y' does not occur in small.cu"):
+        runner.build(["set<3>"], ["small.cu"], replace={"small.cu": [("= y", "")]})
+    with pytest.raises(ValueError, match="'large.cu', which is not a file of kernels_cu"):
+        runner.build(["set<3>"], ["small.cu"], replace={"large.cu": [("x", "y")]})
+
+
+def test_a_source_that_does_not_compile_is_an_error():
+    with pytest.raises(RuntimeError, match=r"(?s)g\+\+ .* failed:.*nonsense"):
+        runner.build([], extra_sources=["nonsense;"])
+
+
+def signatures(directory: Path) -> dict[str, set[str]]:
+    """The functions of each wrapper file: result, name and parameters, without their marks."""
+    found = {}
+    for path in sorted(directory.glob("*.cuh")):
+        text = path.read_text().split("namespace ptx {", 1)[-1]
+        text = re.sub(r"(, )?LA_EMULATION_SITE", "", text)
+        text = re.sub(r"^(LA_DEVICE|LA_EMULATION_INLINE|inline) +", "", text, flags=re.MULTILINE)
+        lines = re.findall(r"^(\w[\w ]*\*? \w+\([^{;]*\)) \{", text, re.MULTILINE)
+        found[path.name] = {" ".join(line.split()) for line in lines}
+    return found
+
+
+def test_the_emulated_wrappers_are_the_real_ones_by_name_and_type():
+    real, emulated = signatures(runner.KERNELS / "ptx"), signatures(runner.HERE / "ptx")
+    assert real == emulated
+    assert sum(map(len, real.values())) > 30
