@@ -1,6 +1,6 @@
 // accumulate: the state that each piece of the sequence adds, before the walk over it (sweep.cu).
 //
-//   grid     one block for each (head, piece, split of the value columns); splits vary fastest
+//   grid     one block for each (head, piece, block of kv's columns, block of its rows); columns vary fastest
 //   reads    k, v of the piece; or, Reversed, q, dout, den and delta
 //   writes   slot `piece` of the workspace p.final:
 //                keys      kv = sum k~ v^T,    k_sum = sum k~,          v_sum = sum v,    count = number of keys
@@ -11,7 +11,7 @@
 namespace la {
 
 template <class Config>
-LA_KERNEL(Config::kThreads, Config::kMinBlocks) accumulate(LA_GRID_CONSTANT const Params p) {
+LA_KERNEL(Config::kThreads, 1) accumulate(LA_GRID_CONSTANT const Params p) {
   Gather<Config> gather(p);
   gather.run();
 }

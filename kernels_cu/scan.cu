@@ -37,14 +37,15 @@ LA_DEVICE void scan_part(const ScanParams& p, i64 i, i64 size, u64 slots, u64 st
 template <class Acc>
 LA_KERNEL(kScanWidth, 1) scan(LA_GRID_CONSTANT const ScanParams p) {
   const i64 kv = static_cast<i64>(p.d) * p.e, numbers = kv + p.d + p.e + 1;
-  const i64 blocks = (numbers + kScanWidth - 1) / kScanWidth;
-  i64 index = block() / blocks, i = block() % blocks * kScanWidth + thread();
+  const i32 blocks = static_cast<i32>((numbers + kScanWidth - 1) / kScanWidth);
+  u32 index = static_cast<u32>(block() / blocks);
+  i64 i = block() % blocks * kScanWidth + thread();
   if (i >= numbers) return;
   Head head;
 #pragma unroll
   for (i32 axis = kMaxRank - 1; axis >= 0; --axis) {
-    head.at[axis] = axis < p.rank ? static_cast<i32>(index % p.size[axis]) : 0;
-    if (axis < p.rank) index /= p.size[axis];
+    head.at[axis] = axis < p.rank ? static_cast<i32>(index % static_cast<u32>(p.size[axis])) : 0;
+    if (axis < p.rank) index /= static_cast<u32>(p.size[axis]);
   }
   const auto part = [&](u64 StateParts::*base, const i64 (StateParts::*lead)[kMaxRank], i64 size) {
     const auto at = [&](const StateParts& s) {

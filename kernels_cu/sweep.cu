@@ -7,17 +7,23 @@
 //   out[x] = A[x] S + w[x, :] C + (rank-one terms),   S += B^T C         chunk after chunk,
 //
 // S being the sum over the chunks that lie before. Where not causal, S is the sum over all sources, taken by the
-// kernel `accumulate`, and the walk has no sources. A, B, C: chunk/config.cuh; w: chunk/weights.cuh.
-#include "chunk/walk.cuh"
+// kernel `accumulate`, and the walk has no sources. A, B, C: chunk/config.cuh; w: chunk/weights.cuh; who does what when:
+// chunk/work.cuh and chunk/load.cuh.
+#include "chunk/load.cuh"
+#include "chunk/work.cuh"
 
 namespace la {
 
 template <class Config>
 LA_KERNEL(Config::kThreads, Config::kMinBlocks) sweep(LA_GRID_CONSTANT const Params p) {
-  Block<Config> block(p);
-  Load<Config> load(p, block);
-  typename Products<Config>::State state;
-  Walk<Config>{p, block, load, state}.run();
+  Block<Config>& block = Block<Config>::make(p);
+  block.start(p);
+  if (warp_id() < Config::kWorkers) {
+    typename Products<Config>::State state;
+    Work<Config>{p, block, state}.run();
+  } else {
+    Load<Config>(p, block).run();
+  }
 }
 
 }  // namespace la

@@ -6,14 +6,16 @@ in it compiles anew.
 """
 
 import hashlib
+import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from .kernels import Spec
-
 
 
 @lru_cache(maxsize=1)
@@ -42,8 +44,8 @@ def options() -> tuple[str, ...]:
     return ("-std=c++17", f"-I{source_folder()}")
 
 
-_lock = threading.Lock()
 _kernels: dict[tuple[Spec, int], Any] = {}
+_locks: dict[tuple[Spec, int], threading.Lock] = {}
 
 
 def kernel(spec: Spec, device: int) -> Any:
@@ -51,12 +53,14 @@ def kernel(spec: Spec, device: int) -> Any:
 
     One object for each (spec, device): CuPy's get_function makes a new one at every call.
     """
-    found = _kernels.get((spec, device))
+    key = spec, device
+    found = _kernels.get(key)
     if found is None:
-        with _lock:
-            found = _kernels.get((spec, device))
+        # A lock for each kernel: different ones compile at the same time, in their threads.
+        with _locks.setdefault(key, threading.Lock()):
+            found = _kernels.get(key)
             if found is None:
-                found = _kernels[spec, device] = _load(spec, device)
+                found = _kernels[key] = _load(spec, device)
     return found
 
 
@@ -64,10 +68,74 @@ def _load(spec: Spec, device: int) -> Any:
     import cupy
 
     with cupy.cuda.Device(device):
-        module = cupy.RawModule(
-            code=source_text(spec), options=options(), name_expressions=(spec.name,)
-        )
-        function = module.get_function(spec.name)
+        try:
+            function = _function(spec)
+        except OSError:  # CuPy could not write its cache: a home directory that is read-only
+            with _cache_in_memory():
+                function = _function(spec)
         if spec.shared_bytes > 48 * 1024:
             function.max_dynamic_shared_size_bytes = spec.shared_bytes
     return function
+
+
+def _function(spec: Spec) -> Any:
+    import cupy
+
+    module = cupy.RawModule(
+        code=source_text(spec), options=options(), name_expressions=(spec.name,)
+    )
+    return module.get_function(spec.name)
+
+
+_environment = threading.Lock()
+
+
+@contextmanager
+def _cache_in_memory() -> Iterator[None]:
+    """CuPy reads and writes no cache on disk."""
+    name = "CUPY_CACHE_IN_MEMORY"
+    with _environment:
+        before = os.environ.get(name)
+        os.environ[name] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+
+
+class _LookedForError(Exception):
+    """The name under which CuPy looked for a kernel."""
+
+
+class _Probe:
+    """Stands in for CuPy's cache on disk, to learn under which name a kernel is looked for."""
+
+    def load(self, name: str) -> bytes | None:
+        raise _LookedForError(name)
+
+
+def is_cached(spec: Spec, device: int) -> bool | None:
+    """Whether the kernel is loaded or in CuPy's cache on disk; None where CuPy does not say.
+
+    Only CuPy knows the name of its file. Not for use beside threads that compile.
+    """
+    if (spec, device) in _kernels:
+        return True
+    import cupy
+    from cupy.cuda import compiler
+
+    cache = getattr(compiler, "_kernel_cache_backend", None)
+    if cache is None or os.environ.get("CUPY_CACHE_IN_MEMORY", "0") != "0":
+        return None
+    compiler._kernel_cache_backend = _Probe()
+    try:
+        with cupy.cuda.Device(device):
+            _function(spec)
+    except _LookedForError as name:
+        return cache.load(*name.args) is not None
+    finally:
+        compiler._kernel_cache_backend = cache
+    return True  # CuPy had the module loaded

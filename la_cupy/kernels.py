@@ -14,7 +14,6 @@ FEATURES = {"identity": "Identity", "elu1": "Elu1", "relu": "Relu", "silu": "Sil
 ROLES = ("Forward", "GradQ", "GradV", "GradK")
 
 _ELEMENT = {"Bf16": 2, "Tf32": 4, "Tf32x3": 4, "F64": 8}
-_MAX_COLUMNS = 128
 _BLOCK_RESERVED = 1024  # shared memory that CUDA itself takes from a multiprocessor for a block
 
 
@@ -40,7 +39,6 @@ class KernelSpec:
     columns: int
     chunk: int
     slices: int
-    halves: int
 
     @property
     def element(self) -> int:
@@ -53,17 +51,9 @@ class KernelSpec:
         return 8 if self.arith == "F64" else 4
 
     @property
-    def column_warps(self) -> int:
+    def workers(self) -> int:
         """Warps that share the result's columns among them."""
         return self.columns // (8 * self.slices)
-
-    @property
-    def warps(self) -> int:
-        return self.column_warps * self.halves
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
 
     def _tile(self, width: int) -> int:
         return self.chunk * width * self.element
@@ -75,9 +65,14 @@ class SweepSpec(KernelSpec):
 
     role: str
     row: int
+    loaders: int  # warps that bring the rows
     causal: bool
 
     source = "sweep.cu"
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.workers + self.loaders)
 
     @property
     def name(self) -> str:
@@ -85,7 +80,7 @@ class SweepSpec(KernelSpec):
         return (
             f"la::sweep<la::SweepConfig<la::{self.arith}, la::{self.role}, la::{FEATURES[self.feature]}, "
             f"{self.inner}, {self.columns}, {self.row}, {self.chunk}, {self.slices}, "
-            f"{self.halves}, {str(self.causal).lower()}>>"
+            f"{self.loaders}, {str(self.causal).lower()}>>"
         )
 
     @property
@@ -95,66 +90,74 @@ class SweepSpec(KernelSpec):
     @property
     def shared_bytes(self) -> int:
         """kSharedBytes of the configuration."""
-        tiles = self._tile(self.inner) + self._tile(self.columns)  # A and the stage
+        tiles = self._tile(self.inner) + self.through_features * self._tile(self.columns)
         if self.causal:
-            weights = max(self.chunk, 128 // self.element)
-            tiles += self._tile(self.inner) + self._tile(self.columns) + self._tile(weights)
-        if self.through_features:
-            tiles += self._tile(self.columns)
-        if self.halves == 2:
-            tiles += self.chunk * self.columns * self.accumulator  # what the halves exchange
+            tiles += self._tile(self.inner) + self._tile(self.columns)
+        copies = 1 if self.arith == "F64" else 2
+        tiles = copies * tiles + 2 * self._tile(self.columns)  # the stage exists twice in any case
+        if self.causal:
+            tiles += self._tile(max(self.chunk, 128 // self.element))
         row_blocks = self.chunk // 16
-        groups = max(1, min(row_blocks, self.warps // row_blocks))
-        numbers = 6 * self.inner + 2 * self.columns + self.warps * (self.inner + self.columns)
-        numbers += self.chunk * (groups + 4 + 3 * self.warps + 2)
-        return tiles + 64 + numbers * self.accumulator
+        groups = max(1, min(row_blocks, self.workers // row_blocks))
+        numbers = 6 * self.inner + 2 * self.columns + self.loaders * (self.inner + self.columns)
+        numbers += self.chunk * (groups + 8 + 3 * self.workers + 2)
+        return tiles + 128 + numbers * self.accumulator
 
     @property
-    def registers(self) -> int:
-        """A rough count of the registers a thread needs for data; see _BUDGET."""
-        words = self.accumulator // 4
-        state = self.slices * self.inner // 4 // self.halves
-        partial = self.chunk // 16 * 4 * self.slices
-        own = partial // self.halves * (2 if self.role == "GradQ" else 1)
-        if self.role in ("GradV", "GradK") and self.halves == 2:
-            own += partial  # kept from member to member of a group
+    def waiting(self) -> int:
+        """Registers of a loader in which rows wait for their turn."""
         columns = self.row if self.through_features else self.columns
-        rows = self.inner * (2 if self.causal else 1)
-        rows += columns * (self.causal + self.through_features)
-        waiting = self.chunk * rows * self.element // (4 * self.threads)
-        return words * (state + max(partial, own)) + waiting
+        if self.arith == "F64":  # fetched one by one
+            return self.chunk * max(self.inner, columns) * self.element // (4 * 32 * self.loaders)
+        widths = self.inner + self.through_features * columns
+        widths += self.causal * (self.inner + columns)
+        return self.chunk * widths * self.element // (4 * 32 * self.loaders)
+
+    @property
+    def resident(self) -> int:
+        """Blocks for which a multiprocessor has registers; kMinBlocks of the configuration."""
+        if max(self.inner, self.row) > 128 or self.arith == "F64":
+            return 1
+        return max(1, (384 if 2 * self.loaders <= self.workers else 512) // self.threads)
 
 
 @dataclass(frozen=True)
 class StateSpec(KernelSpec):
     """`accumulate`: what a piece of the sequence adds to the state."""
 
+    row: int
     reversed: bool
 
     source = "accumulate.cu"
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.workers
 
     @property
     def name(self) -> str:
         """The kernel's C++ name."""
         return (
             f"la::accumulate<la::StateConfig<la::{self.arith}, la::{FEATURES[self.feature]}, "
-            f"{str(self.reversed).lower()}, {self.inner}, {self.columns}, {self.chunk}, "
-            f"{self.slices}, {self.halves}>>"
+            f"{str(self.reversed).lower()}, {self.inner}, {self.row}, {self.columns}, {self.chunk}, "
+            f"{self.slices}>>"
         )
 
     @property
     def shared_bytes(self) -> int:
         """kSharedBytes of the configuration."""
-        numbers = self.warps * (self.inner + self.columns + 1)
+        numbers = self.workers * (self.inner + self.columns + 1)
         return self._tile(self.inner) + self._tile(self.columns) + numbers * self.accumulator
 
     @property
-    def registers(self) -> int:
-        """As of SweepSpec."""
-        words = self.accumulator // 4
-        state = self.slices * self.inner // 4 // self.halves
-        rows = self.chunk * (self.inner + self.columns) * self.element // (4 * self.threads)
-        return words * state + rows
+    def waiting(self) -> int:
+        """Registers of a thread in which rows wait for their turn."""
+        return self.chunk * (self.row + self.columns) * self.element // (4 * self.threads)
+
+    @property
+    def resident(self) -> int:
+        """Blocks for which a multiprocessor has registers."""
+        return max(1, 256 // self.threads)
 
 
 @dataclass(frozen=True)
@@ -176,37 +179,52 @@ class ScanSpec:
 Spec = SweepSpec | StateSpec | ScanSpec
 
 
-def _column_choices(width: int, arith: str) -> list[int]:
-    """Column blocks to try: the whole width first, then cut, then wider than need be."""
-    first = min(padded(width, arith), _MAX_COLUMNS)
-    smallest = padded(1, arith)
-    smaller = [first >> i for i in range(1, 8) if first >> i >= smallest]
-    larger = [first << i for i in range(1, 8) if first << i <= _MAX_COLUMNS]
-    return [first, *larger, *smaller]
-
-
 def _slices(arith: str, inner: int) -> int:
     # 16 columns of a float64 state with 256 inner columns would not fit a warp's registers.
     return 1 if arith == "F64" and inner >= 128 else 2
 
 
-class NoKernelError(Exception):
-    """No specialisation fits this device: a fault of the tables here, not of the caller."""
+class NoKernelError(ValueError):
+    """No specialisation fits the device: wide float64 where a block has little shared memory."""
+
+    def __init__(self, arith: str, d: int, e: int, device: DeviceInfo) -> None:
+        kind = {"F64": "float64"}.get(arith, arith)
+        super().__init__(
+            f"{kind} arrays with D = {d} and E = {e} need more shared memory than the "
+            f"{device.shared_per_block} bytes a block has on this GPU (sm_{device.arch}): "
+            f"use float32, or D and E up to 128"
+        )
 
 
-# What data may take of a thread's registers, by warps that share columns: 1 with 255 registers, 2
-# with 128. The rest is for operands and addresses; measured with ptxas, so that nothing spills.
-_BUDGET = {
-    "Bf16": {1: 144, 2: 90},
-    "Tf32": {1: 144, 2: 80},
-    "Tf32x3": {1: 144, 2: 64},
-    "F64": {1: 144, 2: 0},
+# (rows of a chunk, loaders for each worker) to try, the fastest first, by arithmetic and the wider of inner axis and row.
+# Measured on an H200, and with ptxas so that nothing spills; registers and shared memory decide among them.
+_Tilings = tuple[tuple[int, float], ...]
+_HALF: _Tilings = ((32, 0.5), (16, 0.5))
+_FULL: _Tilings = ((32, 1), (16, 1))
+_SHORT: _Tilings = ((16, 1), (16, 0.5))
+_FLOAT32: dict[int, _Tilings] = {32: _FULL, 64: _SHORT, 128: ((16, 0.5),), 256: ((16, 1),)}
+_SWEEPS: dict[str, dict[int, _Tilings]] = {
+    "Bf16": {64: _HALF, 128: _HALF, 256: ((16, 1),)},
+    "Tf32": _FLOAT32,
+    "Tf32x3": _FLOAT32,
+    "F64": {width: ((16, 1),) for width in (32, 64, 128, 256)},
 }
+_STATE_CHUNKS = {"Bf16": (64, 32, 16), "Tf32": (32, 16), "Tf32x3": (32, 16), "F64": (16,)}
 
 
-def _tilings(arith: str) -> list[tuple[int, int]]:
-    """(chunk, halves) to try, the fastest first."""
-    return [(64, 2), (64, 1), (32, 2), (32, 1), (16, 1)]
+def _widest(arith: str, width: int) -> int:
+    """Columns of a block that has registers and warps for rows of `width` columns."""
+    return 64 if width > 128 or arith == "F64" else 128
+
+
+def _columns(width: int, arith: str, widest: int) -> list[int]:
+    """Column blocks to try: the whole width, if a block can hold the state; wider; narrower.
+
+    A block of few columns has few loaders, which may be too few for the width of the rows.
+    """
+    first, smallest = min(padded(width, arith), widest), padded(1, arith)
+    wider = [first << i for i in range(1, 8) if first << i <= widest]
+    return [first, *wider, *(first >> i for i in range(1, 8) if first >> i >= smallest)]
 
 
 def sweep_spec(
@@ -216,33 +234,37 @@ def sweep_spec(
     key_features = role in ("Forward", "GradV")
     inner = padded(d if key_features else e, arith)
     width = e if key_features else d
-    for columns in _column_choices(width, arith):
+    slices = _slices(arith, inner)
+    widest = max(inner, 0 if key_features else padded(width, arith))
+    for columns in _columns(width, arith, _widest(arith, widest)):
         row = columns if key_features else max(columns, padded(width, arith))
-        for chunk, halves in _tilings(arith):
+        workers = columns // (8 * slices)
+        for chunk, share in _SWEEPS[arith][widest]:
             spec = SweepSpec(
                 arith=arith,
                 feature=feature,
                 inner=inner,
                 columns=columns,
                 chunk=chunk,
-                slices=_slices(arith, inner),
-                halves=halves,
+                slices=slices,
                 role=role,
                 row=row,
+                loaders=max(1, int(workers * share)),
                 causal=causal,
             )
             if _fits(spec, device):
                 return spec
-    raise NoKernelError(f"sweep {role} {arith} D={d} E={e} on {device}")
+    raise NoKernelError(arith, d, e, device)
 
 
 def state_spec(
     arith: str, feature: str, d: int, e: int, is_reversed: bool, device: DeviceInfo
 ) -> StateSpec:
     """The specialisation of `accumulate` for widths d and e on `device`."""
-    inner = padded(d, arith)
-    for columns in _column_choices(e, arith):
-        for chunk, halves in _tilings(arith):
+    row = padded(d, arith)
+    inner = min(row, 128)
+    for columns in _columns(e, arith, _widest(arith, inner)):
+        for chunk in _STATE_CHUNKS[arith]:
             spec = StateSpec(
                 arith=arith,
                 feature=feature,
@@ -250,25 +272,33 @@ def state_spec(
                 columns=columns,
                 chunk=chunk,
                 slices=_slices(arith, inner),
-                halves=halves,
+                row=row,
                 reversed=is_reversed,
             )
             if _fits(spec, device):
                 return spec
-    raise NoKernelError(f"accumulate {arith} D={d} E={e} on {device}")
+    raise NoKernelError(arith, d, e, device)
 
 
 def _fits(spec: SweepSpec | StateSpec, device: DeviceInfo) -> bool:
-    row_blocks, warps = spec.chunk // 16, spec.warps
+    if spec.shared_bytes > device.shared_per_block:
+        return False
+    if spec.arith == "F64" and spec.threads > 256:  # it needs all of 255 registers
+        return False
+    row_blocks, warps = spec.chunk // 16, spec.workers
     tiles = warps % row_blocks == 0 or row_blocks % warps == 0
-    if spec.halves == 2:
-        tiles = tiles and spec.chunk >= 32 and spec.inner >= 64 and spec.threads <= 512
-    budget = _BUDGET[spec.arith][spec.halves]
-    return tiles and spec.shared_bytes <= device.shared_per_block and spec.registers <= budget
+    if isinstance(spec, StateSpec):
+        most = 80 if spec.arith == "F64" else 24 if spec.reversed else 32
+    elif spec.resident == 1 and spec.threads <= 256:  # 255 registers
+        most = 48 if spec.arith == "F64" and spec.threads < 256 else 140
+    elif 2 * spec.loaders <= spec.workers:  # 168
+        most = 72
+    else:  # 128
+        most = 31 if spec.role == "GradK" else 39
+    return tiles and spec.waiting <= most
 
 
 def resident_blocks(spec: SweepSpec | StateSpec, device: DeviceInfo) -> int:
     """Blocks that run at once on the device: the registers and the shared memory bound them."""
-    by_registers = max(1, (512 if spec.halves == 2 else 256) // spec.threads)
     by_shared = device.shared_per_multiprocessor // (spec.shared_bytes + _BLOCK_RESERVED)
-    return device.multiprocessors * max(1, min(by_registers, by_shared))
+    return device.multiprocessors * max(1, min(spec.resident, by_shared))

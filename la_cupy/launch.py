@@ -16,10 +16,10 @@ from .arrays import Cache
 from .compile import kernel
 from .device import device_info
 from .layouts import state_part_fits
-from .plan import Launch, Plan, backward_plan, forward_plan
 from .params import STATE_FIELDS
+from .plan import Plan, backward_plan, forward_plan
 from .problem import Layout, Problem, StateLayouts
-from .records import fill
+from .records import Launch, fill
 from .results import Array, Gradients, State
 
 Buffers = dict[str, Any]
@@ -37,7 +37,9 @@ class Ready:
 
     def __call__(self, buffers: Buffers) -> None:
         record = fill(self.record, self.pointers, self.aligned, buffers, _address)
-        self.function(self.grid, self.block, (np.frombuffer(record, self.dtype),), shared_mem=self.shared)
+        self.function(
+            self.grid, self.block, (np.frombuffer(record, self.dtype),), shared_mem=self.shared
+        )
 
 
 def _address(array: Array) -> int:
@@ -92,7 +94,9 @@ def _prepare(key: Any, make: Callable[[Any], Plan], device: int) -> Prepared:
     return found
 
 
-def _state_buffers(name: str, state: State | None, layouts: StateLayouts | None, dtype: str) -> Buffers:
+def _state_buffers(
+    name: str, state: State | None, layouts: StateLayouts | None, dtype: str
+) -> Buffers:
     """A state's parts, converted where the kernels cannot read them as they are; they are small."""
     if state is None or layouts is None:
         return {}
@@ -130,7 +134,9 @@ def forward(
             device.id,
         )
         buffers = {"q": q, "k": k, "v": v, "out": out}
-        buffers |= _state_buffers("initial_state", initial_state, problem.initial_state, problem.state_dtype)
+        buffers |= _state_buffers(
+            "initial_state", initial_state, problem.initial_state, problem.state_dtype
+        )
         prepared.run(buffers)
         result = buffers["out"]
         if out is not None and result is not out:  # its last axis is not contiguous
@@ -161,7 +167,9 @@ def vjp(
         if normalizer is not None:
             dtype = dtypes.numpy_dtype(problem.state_dtype)
             buffers["den"] = cupy.ascontiguousarray(normalizer.astype(dtype, copy=False))
-        buffers |= _state_buffers("initial_state", initial_state, problem.initial_state, problem.state_dtype)
+        buffers |= _state_buffers(
+            "initial_state", initial_state, problem.initial_state, problem.state_dtype
+        )
         buffers |= _state_buffers("dstate", dstate, problem.dstate, problem.state_dtype)
         prepared.run(buffers)
         state = None if initial_state is None else _state_of("dinitial_state", buffers)

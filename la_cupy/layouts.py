@@ -64,7 +64,7 @@ class Arrays:
         """An input; its contiguous copy, if its last axis is not contiguous."""
         layout: Layout = getattr(self.problem, name)
         shape, strides = layout.shape, layout.strides
-        if strides[-1] != 1 and prod(shape):
+        if strides[-1] != 1 and prod(shape) != 0:
             if name not in self.copies:
                 self.copies.append(name)
             strides = contiguous_strides(shape)

@@ -5,7 +5,6 @@ them: "q", "k", "v", "dout", "den", "initial_state.kv", ... are the caller's; th
 the workspaces are listed in it.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -23,7 +22,7 @@ GRANULE = 64
 _LAUNCH_COST = 8.0  # microseconds that a further launch takes, ramp and drain included
 _GRANULE_COST = 4.0  # microseconds that a block of the walk needs for a granule, about
 _STATE_SHARE = 0.4  # of that, what a block of the pre-pass needs
-_WIDTH = {"Forward": "e", "GradV": "e", "GradQ": "d", "GradK": "d"}  # the result's columns
+_MAKES_VALUES = {"Forward": True, "GradV": True, "GradQ": False, "GradK": False}  # E columns, or D
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Plan:
     problem: Problem
     device: DeviceInfo
     copies: tuple[str, ...]  # inputs whose last axis is not contiguous: copied first
-    outputs: Mapping[str, Buffer]
-    workspace: Mapping[str, Buffer]
+    outputs: dict[str, Buffer]
+    workspace: dict[str, Buffer]
     launches: tuple[Launch, ...]
     reductions: tuple[Reduction, ...]
     reasons: tuple[str, ...]
@@ -57,10 +56,9 @@ class Plan:
     def __str__(self) -> str:
         p = self.problem
         kind = "forward" if p.dout is None else "backward"
-        lines = [
-            f"{kind} on {self.device.name} (sm_{self.device.arch}): lead {p.lead}, N {p.n}, "
-            f"M {p.m}, D {p.d}, E {p.e}, arithmetic for {p.compute}"
-        ]
+        where = f"{kind} on {self.device.name} (sm_{self.device.arch})"
+        sizes = f"lead {p.lead}, N {p.n}, M {p.m}, D {p.d}, E {p.e}, arithmetic for {p.compute}"
+        lines = [f"{where}: {sizes}"]
         lines += [f"  because {reason}" for reason in self.reasons]
         lines += [f"  copy {name}: its last axis is not contiguous" for name in self.copies]
         for launch in self.launches:
@@ -109,7 +107,8 @@ class _Planner:
         return self.arrays.query_axes if by_query else self.arrays.state_axes
 
     def splits(self, spec: SweepSpec) -> int:
-        return -(-getattr(self.p, _WIDTH[spec.role]) // spec.columns)
+        width = self.p.e if _MAKES_VALUES[spec.role] else self.p.d
+        return -(-width // spec.columns)
 
     def positions(self, queries: bool) -> tuple[int, int, int]:
         """(origin, query_shift, length) of a walk over queries or keys; see params.cuh."""
@@ -172,7 +171,7 @@ class _Planner:
         begin = segment * skip if is_reversed else 0
         end = length if is_reversed else min(length, segment * (pieces - skip))
         summed = 0
-        if end > begin and prod(p.lead if is_reversed else p.state_lead):
+        if end > begin and prod(p.lead if is_reversed else p.state_lead) != 0:
             summed = pieces - skip
             spec = self.state_spec(is_reversed)
             names = ("q", "dout") if is_reversed else ("k", "v")
@@ -181,7 +180,7 @@ class _Planner:
                 query_shift=shift,
                 chunks=-(-(end - begin) // spec.chunk),
                 each=segment // spec.chunk,
-                splits=-(-p.e // spec.columns),
+                splits=-(-p.e // spec.columns) * -(-p.d // spec.inner),
             )
             self.launches.append(
                 walk_launch(
@@ -217,7 +216,9 @@ class _Planner:
     ) -> StateRef:
         """The sum over the whole sequence: what every row sees where nothing is masked."""
         spec = self.state_spec(is_reversed)
-        blocks = self.arrays.state_axes.heads * -(-self.p.e // spec.columns)
+        blocks = (
+            self.arrays.state_axes.heads * -(-self.p.e // spec.columns) * -(-self.p.d // spec.inner)
+        )
         length = self.positions(is_reversed)[2]
         segment = self.segment(blocks, resident_blocks(spec, self.device), length, prepass=False)
         total = result if result is not None else self.arrays.slots(f"{name}.total", 1)
@@ -356,10 +357,10 @@ def _key_gradients(planner: _Planner, rows: dict[str, RowRef]) -> None:
     elif total is not None or segment < planner.positions(False)[2]:
         start, slotted = planner.states("queries", True, segment, rows, given, total), True
     for name, spec in specs.items():
-        names = ("q", "k", "v", "dout")
-        if not planner.causal:
-            names = ("v", "k") if name == "k" else ("k",)
-        tensors = {x: arrays.tensor(x) for x in names}
+        own = ("v", "k") if name == "k" else ("k",)
+        tensors = {
+            x: arrays.tensor(x) for x in (("q", "k", "v", "dout") if planner.causal else own)
+        }
         tensors["dst"] = _result(planner, name, arrays.state_lead)
         needed = rows if planner.causal else {}
         planner.walk(spec, segment, tensors, needed, start, slotted)

@@ -103,9 +103,11 @@ def merge(axes: Axes, strides: list[Strides]) -> tuple[list[int], int, list[list
             f"the leading axes {axes.sizes} of these arrays come to {len(sizes)} axes that do not "
             f"merge, but the GPU kernels take {MAX_RANK}: pass contiguous copies"
         )
-    return sizes, outer, [list(column) for column in zip(*steps, strict=True)] if steps else [
-        [] for _ in strides
-    ]
+    return (
+        sizes,
+        outer,
+        [list(column) for column in zip(*steps, strict=True)] if steps else [[] for _ in strides],
+    )
 
 
 class _Record:

@@ -23,6 +23,7 @@ __all__ = [
     "CASES",
     "DTYPES",
     "LAYOUTS",
+    "LONG",
     "SMALL",
     "Case",
     "Inputs",
@@ -217,6 +218,18 @@ def _table() -> list[Case]:
             dstate="full",
         )
 
+        # entries that are exactly 0 as they reach the feature map: relu'(0) = 0
+        for feature_map in ("relu", "elu1"):
+            t.add(
+                f"{prefix}zero_rows-{feature_map}-None",
+                causal=causal,
+                n=40,
+                qk_norm=None,
+                b=0.1,
+                data="zero_rows",
+                feature_map=feature_map,
+            )
+
         for name, shape in (("B=0", (0, 2, 9)), ("H=0", (2, 0, 9)), ("N=0", (2, 2, 0))):
             lead, n = shape[:2], shape[2]
             t.add(f"{prefix}{name}", causal=causal, lead=lead, n=n, initial="full", dstate="full")
@@ -289,7 +302,6 @@ def _table() -> list[Case]:
     # signed sums near and at zero; sums beyond float16; large dout
     for data in ("small_product", "tiny_product"):
         t.add(data, lead=(2,), n=1, d=1, a=0.0, qk_norm=None, data=data)
-    t.add("eights", lead=(1,), n=1024, d=16, a=0.0, qk_norm=None, data="eights", dtype="float16")
     t.add(
         "eights-causal",
         causal=True,
@@ -326,7 +338,50 @@ def _kind(kind: str) -> dict[str, Any]:
     return {"dtype": kind}
 
 
+def _long() -> list[Case]:
+    """Where sums drift and large terms cancel; for references that are O(N): see piecewise.py."""
+    t = _Table()
+    for kind in ("float32", "bfloat16"):
+        for prefix, causal in (("", False), ("causal-", True)):
+            for data in ("biased", "offset"):
+                t.add(
+                    f"long-{prefix}{data}-{kind}",
+                    causal=causal,
+                    n=16384,
+                    d=64,
+                    data=data,
+                    lead=(2,),
+                    **_kind(kind),
+                )
+        for norm in ("l2", None):
+            t.add(
+                f"long-elu1-{norm}-{kind}",
+                causal=True,
+                lead=(1,),
+                n=131072,
+                d=32,
+                feature_map="elu1",
+                qk_norm=norm,
+                **_kind(kind),
+            )
+    # sums beyond the largest float16
+    for prefix, causal in (("", False), ("causal-", True)):
+        t.add(
+            f"long-{prefix}eights",
+            causal=causal,
+            n=4096,
+            lead=(1,),
+            a=0.0,
+            qk_norm=None,
+            data="eights",
+            dout_scale=1e3,
+            dtype="float16",
+        )
+    return t.cases
+
+
 CASES = _table()
+LONG = _long()
 SMALL = [case for case in CASES if case.small]
-BY_NAME = {case.name: case for case in CASES}
-assert len(BY_NAME) == len(CASES), "two cases have one name"
+BY_NAME = {case.name: case for case in CASES + LONG}
+assert len(BY_NAME) == len(CASES) + len(LONG), "two cases have one name"

@@ -75,3 +75,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if found < wanted:
                 reason = why_none or f"needs {wanted} CUDA devices, and there is {found}"
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def warm_kernels(request: pytest.FixtureRequest) -> None:
+    """Compiles, side by side, the kernels of every GPU test that was collected with a `case`."""
+    import gpu_helpers
+
+    items = [item for item in request.session.items if item.get_closest_marker("gpu")]
+    params = [
+        item.callspec.params
+        for item in items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
+    gpu_helpers.compile_for(dict.fromkeys(p["case"] for p in params if "case" in p))

@@ -93,6 +93,13 @@ class Case:
         return "tf32" if compute == "float32" and self.precision == "tf32" else compute
 
     @property
+    def forward_compute(self) -> str:
+        """The same for the forward pass, which knows nothing of dout."""
+        return (
+            "tf32" if self.out_dtype == "float32" and self.precision == "tf32" else self.out_dtype
+        )
+
+    @property
     def small(self) -> bool:
         """Cheap enough for a backend that emulates every thread of a GPU."""
         n, m, width = self.q[-2], self.k[-2], max(self.q[-1], self.v[-1])

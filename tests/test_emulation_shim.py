@@ -39,6 +39,16 @@ FAULTS = {
     17: r"uses memory that is not there",  # a stack that overflows
     18: r"uses memory that is not there",  # global memory: behind a fenced array, and before one
     19: r"uses memory that is not there",
+    20: r"a deadlock: threads 0 to 31 wait at sync_named 1 \(.*\), threads 32 to 63 .* sync_named 2",
+    21: r"a deadlock: threads 0 to 31 wait at sync_named 1 .*, threads 32 to 63 wait at sync_block",
+    22: r"is at sync_named 1 \(.*\) for 32 threads, but thread 0 waits there \(.*\) for 64",
+    23: r"thread 31 is at sync_named 1 \(.*\) for 64 threads, but thread 0 waits there .* for 32",
+    24: r"thread 1 is at sync_named 2 \(.*\), but thread 0 waits at sync_named 1",
+    25: r"is one more than the 32 threads of sync_named 1 \(.*\): thread 0 .* met there without it",
+    26: r"thread 32 returns from the kernel, but thread 0 waits at sync_named 1",
+    27: r"thread 3 is at sync_named 1 \(.*\), but thread 0 waits at sync_named 1",
+    28: r"is at sync_named 0 \(.*\), allowed: 1 to 15",
+    29: r"is at sync_named 1 \(.*\) for 48 threads, allowed: multiples of 32 up to 64",
 }
 WRAPPERS = [
     "Indices", "MmaBf16", "MmaTf32", "MmaF64", "Ldmatrix<false>", "Ldmatrix<true>",
@@ -48,6 +58,7 @@ KERNELS = [
     *(f"per_lane<{wrapper}>" for wrapper in WRAPPERS),
     *(f"faulty<{number}>" for number in FAULTS),
     "gemm<64>", "exchange<true>", "exchange<false>", "la::unwritten",
+    "roles<true>", "roles<false>", "bystander<true>", "bystander<false>",
 ]  # fmt: skip
 
 
@@ -216,7 +227,7 @@ def test_maths_agrees_with_numpy(library, rng):
     x = np.abs(rng.normal(size=(32, 1))).astype(np.float32)
     out = per_lane(library, "Maths", x.view(np.uint32), 10)
     z = x.astype(np.float64)
-    exact = np.concatenate([np.exp(z), np.sqrt(z), z * z + z], axis=1)
+    exact = np.concatenate([np.exp(z), 1 / np.sqrt(z), z * z + z], axis=1)
     np.testing.assert_allclose(out[:, :3].view(np.float32), exact, rtol=3e-7)
     np.testing.assert_allclose(np.ascontiguousarray(out[:, 4:]).view(np.float64), exact, rtol=1e-15)
 
@@ -294,6 +305,18 @@ def test_the_two_orders_disagree_where_a_barrier_is_missing(library):
         np.testing.assert_array_equal(fault(library, "exchange<true>", order=order), right)
     forward, reverse = (fault(library, "exchange<false>", order=o) for o in ("forward", "reverse"))
     assert np.isnan(forward[:32]).all() and np.isnan(reverse[32:]).all()
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+def test_groups_of_warps_meet_at_barriers_of_their_own(library, order):
+    launch = {"threads": 128, "shared_bytes": 1024, "order": order}
+    right = 5 * np.arange(64) + 100 * (0 + 1 + 2 + 3 + 4)
+    np.testing.assert_array_equal(fault(library, "roles<true>", **launch), right)
+    unmet = fault(library, "roles<false>", **launch)  # the first to run reads too early
+    assert np.isnan(unmet[32:] if order == "forward" else unmet[:32]).all()
+    assert fault(library, "bystander<false>", **launch)[:32].all()
+    with pytest.raises(RuntimeError, match="thread 64 (returns|has returned) from the kernel"):
+        fault(library, "bystander<true>", **launch)
 
 
 @pytest.mark.parametrize(

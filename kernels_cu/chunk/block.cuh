@@ -1,7 +1,6 @@
 // Which part of the work a block has, and names for its shared memory.
 #pragma once
-#include "chunk/heads.cuh"
-#include "chunk/products.cuh"
+#include "chunk/state.cuh"
 
 namespace la {
 
@@ -11,27 +10,76 @@ struct Block {
   using Acc = typename Config::Acc;
   static constexpr bool kQueryRows = !Role::kReversed;
 
-  unsigned char* shared;
+  i32 zero;  // 0, see shared()
   Head head;
   i32 split, group;   // which of the result's column blocks; how many heads are summed over
   int column0;        // first column of the result in this block
-  i64 segment, first_chunk, chunks;
-  int parity = 0;     // which of the two copies of the running sums is current
-  Acc start_count = 0;
+  i32 segment, chunks;
+  Reach rows, sources;  // of the segment
+  Acc start_count;
 
-  LA_DEVICE explicit Block(const Params& p) : shared(dynamic_shared()) {
-    i64 index = block();
+  // The block's description is the same for all threads: it lies in shared memory, not in the registers of each.
+  static LA_DEVICE Block& make(const Params& p) {
+    Block& block = *reinterpret_cast<Block*>(dynamic_shared() + Config::kDescription);
+    if (thread() == 0) block.describe(p);
+    sync_block();
+    return block;
+  }
+
+  LA_DEVICE void describe(const Params& p) {
+    static_assert(sizeof(Block) <= 128, "the description must fit its place");
+    zero = 0;
+    u32 index = static_cast<u32>(block());
     split = static_cast<i32>(index % p.splits);
     index /= p.splits;
-    segment = index % p.segments;
+    segment = static_cast<i32>(index % p.segments);
     head.place(p, index / p.segments, 0, p.outer);
-    group = Role::kReversed && Config::kCausal ? group_size(p) : 1;
+    group = kGroups ? group_size(p) : 1;
     column0 = split * Config::kColumns;
-    first_chunk = segment * p.chunks_per_segment;
-    const i64 left = p.chunks - first_chunk;
-    chunks = left < p.chunks_per_segment ? left : p.chunks_per_segment;
-    origin = p.origin;
-    keys = p.m;
+    const i64 first = segment * p.chunks_per_segment, left = p.chunks - first;
+    chunks = static_cast<i32>(left < p.chunks_per_segment ? left : p.chunks_per_segment);
+    // Queries and keys of the segment, by position; see Params::query_shift.
+    const i64 position = p.origin + first * Config::kChunk;
+    const Reach queries = Reach::cut(position - p.query_shift, p.n, chunks * Config::kChunk);
+    const Reach keys = Reach::cut(position, p.m, chunks * Config::kChunk);
+    rows = kQueryRows ? queries : keys;
+    sources = kQueryRows ? keys : queries;
+  }
+
+  // Turns: a chunk of rows, and within it one member of the group of heads that are summed over. What exists twice in shared
+  // memory alternates: what belongs to sources (B, C, running sums) from turn to turn, what belongs to rows (A, X, the
+  // result) from step to step.
+  struct Turn {
+    i32 step = 0, member = 0, copy = 0;
+    LA_DEVICE i32 row_copy() const { return step & 1; }
+  };
+  static constexpr bool kGroups = Role::kReversed && Config::kCausal;
+  LA_DEVICE bool exists(Turn t) const { return t.step < chunks; }
+  LA_DEVICE bool begins(Turn t) const { return !kGroups || t.member == 0; }
+  LA_DEVICE bool ends(Turn t) const { return !kGroups || t.member + 1 == group; }
+  LA_DEVICE Turn after(Turn t) const {
+    const bool ended = ends(t);
+    return {ended ? t.step + 1 : t.step, ended ? 0 : t.member + 1, t.copy ^ 1};
+  }
+
+  // The sums before the segment, into both copies: where nothing is added to them, both stay as they are.
+  LA_DEVICE void start(const Params& p) {
+    const bool given = p.start.kv != 0;
+    const StatePlace at = StatePlace::find<Acc>(p.start, head, p, first_slot(p));
+    const u64 inner = !given ? 0 : Role::kKeyFeatures ? at.k_sum : at.v_sum;
+    const u64 column = !given ? 0 : Role::kKeyFeatures ? at.v_sum : at.k_sum;
+    if (thread() == 0) start_count = given ? load_number<Acc>(at.count, 0) : Acc(0);
+    for (int copy = 0; copy < 2; ++copy) {
+      read_vector<Acc>(inner_sum(copy), Config::kInner, inner, 0, Role::kKeyFeatures ? p.d : p.e, Config::kThreads);
+      read_vector<Acc>(column_sum(copy), Config::kColumns, column, column0, Role::kKeyFeatures ? p.e : p.d, Config::kThreads);
+    }
+    sync_block();
+    if constexpr (kSame<Role, GradQ>) {
+      for (int i = thread(); i < Config::kInner; i += Config::kThreads) {
+        for (int copy = 0; copy < 2; ++copy) set_centre(p, copy, i, inner_sum(copy)[i], start_count);
+      }
+      sync_block();
+    }
   }
 
   LA_DEVICE bool last_segment(const Params& p) const { return segment + 1 == p.segments; }
@@ -39,38 +87,37 @@ struct Block {
   // The slot of the workspace that holds the sum over everything before this segment (behind it, when reversed).
   LA_DEVICE i64 first_slot(const Params& p) const {
     if (p.pieces == 0) return 0;
-    const i64 slots = p.segments * p.pieces;
-    return Role::kReversed ? (segment + 1) * p.pieces - 1 : segment * p.pieces < slots ? segment * p.pieces : slots - 1;
+    return Role::kReversed ? (segment + 1) * p.pieces - 1 : segment * p.pieces;
   }
 
-  // Steps go forwards or backwards over the segment's chunks; positions: see Params::query_shift.
-  LA_DEVICE i64 position(i64 step) const {
-    return origin + (Role::kReversed ? first_chunk + chunks - 1 - step : first_chunk + step) * Config::kChunk;
-  }
-  LA_DEVICE Span rows(const Params& p, i64 step) const { return span(p, step, kQueryRows); }
-  LA_DEVICE Span sources(const Params& p, i64 step) const { return span(p, step, !kQueryRows); }
+  // Steps go forwards or backwards over the segment's chunks.
+  LA_DEVICE i32 first_row(i32 step) const { return (Role::kReversed ? chunks - 1 - step : step) * Config::kChunk; }
+  LA_DEVICE Span rows_at(i32 step) const { return rows.chunk(first_row(step), Config::kChunk); }
+  LA_DEVICE Span sources_at(i32 step) const { return sources.chunk(first_row(step), Config::kChunk); }
 
   // How many keys the state holds before `step` (roles that walk forwards).
-  LA_DEVICE Acc count_before(i64 step) const {
-    if (!Config::kCausal) return start_count;
-    const auto within = [this](i64 x) { return x < 0 ? 0 : x > keys ? keys : x; };
-    return start_count + static_cast<Acc>(within(position(step)) - within(position(0)));
+  LA_DEVICE Acc count_before(i32 step) const {
+    return Config::kCausal ? start_count + static_cast<Acc>(sources.before(first_row(step))) : start_count;
   }
 
-  LA_DEVICE typename Config::InnerTile tile_a() const { return {shared + Config::kA}; }
-  LA_DEVICE typename Config::InnerTile tile_b() const { return {shared + Config::kB}; }
-  LA_DEVICE typename Config::ColumnTile tile_c() const { return {shared + Config::kC}; }
-  LA_DEVICE typename Config::ColumnTile tile_x() const { return {shared + Config::kX}; }
-  LA_DEVICE typename Config::ColumnTile stage() const { return {shared + Config::kStage}; }
-  LA_DEVICE typename Config::WeightsTile weights() const { return {shared + Config::kWeights}; }
+  // That `zero` is 0 is unknown to the compiler, so that addresses are not computed ahead of loops and barriers, where they
+  // would occupy registers all along.
+  LA_DEVICE unsigned char* shared() const { return dynamic_shared() + zero; }
 
-  LA_DEVICE Cell<Acc>* exchange() const { return reinterpret_cast<Cell<Acc>*>(shared + Config::kExchange); }
+  LA_DEVICE unsigned char* tiles(int copy) const { return shared() + copy % Config::kCopies * Config::kTiles; }
+  LA_DEVICE typename Config::InnerTile tile_a(int copy) const { return {tiles(copy) + Config::kA}; }
+  LA_DEVICE typename Config::InnerTile tile_b(int copy) const { return {tiles(copy) + Config::kB}; }
+  LA_DEVICE typename Config::ColumnTile tile_c(int copy) const { return {tiles(copy) + Config::kC}; }
+  LA_DEVICE typename Config::ColumnTile tile_x(int copy) const { return {tiles(copy) + Config::kX}; }
+  LA_DEVICE typename Config::ColumnTile stage(int copy) const {
+    return {shared() + Config::kStage + copy * Config::ColumnTile::bytes(Config::kChunk)};
+  }
+  LA_DEVICE typename Config::WeightsTile weights() const { return {shared() + Config::kWeights}; }
 
-  // Addresses of the block's own head in each array, found once.
-  enum Array { kRowsA, kRowsX, kSourcesB, kSourcesC, kResult, kArrays };
-  LA_DEVICE u64& address(int array) const { return reinterpret_cast<u64*>(shared + Config::kAddresses)[array]; }
-
-  LA_DEVICE Acc* vector(int at) const { return reinterpret_cast<Acc*>(shared + Config::kVectors) + at; }
+  LA_DEVICE Acc* vector(int at) const { return reinterpret_cast<Acc*>(shared() + Config::kVectors) + at; }
+  LA_DEVICE Acc* numbers(int copy, RowNumber which) const {
+    return vector(Config::kRowNumbers + (copy * 4 + which) * Config::kChunk);
+  }
   LA_DEVICE Acc* inner_sum(int copy) const { return vector(Config::kInnerSum + copy * Config::kInner); }
   LA_DEVICE Acc* centre(int copy) const { return vector(Config::kCentre + copy * Config::kInner); }
   LA_DEVICE Acc* rest(int copy) const { return vector(Config::kRest + copy * Config::kInner); }
@@ -82,14 +129,6 @@ struct Block {
     const Acc c = p.normalize && count > Acc(0) ? sum / count : Acc(0);
     centre(copy)[i] = c;
     rest(copy)[i] = ptx::fma(-count, c, sum);
-  }
-
- private:
-  i64 origin, keys;
-
-  LA_DEVICE Span span(const Params& p, i64 step, bool queries) const {
-    const i64 at = position(step);
-    return queries ? Span::cut(at - p.query_shift, p.n, Config::kChunk) : Span::cut(at, p.m, Config::kChunk);
   }
 };
 

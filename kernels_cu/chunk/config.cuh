@@ -27,13 +27,9 @@ template <class A> constexpr bool kSame<A, A> = true;
 LA_DEVICE constexpr int larger(int x, int y) { return x > y ? x : y; }
 LA_DEVICE constexpr int smaller(int x, int y) { return x < y ? x : y; }
 
-// Halves are there to have 16 warps on a multiprocessor, with 128 registers a thread, instead of 8 with 255.
-LA_DEVICE constexpr int min_blocks(int threads, int halves) { return halves == 2 && threads < 512 ? 512 / threads : 1; }
-
 // Inner: padded width of the axis that A and B share. Columns: the result's columns in one block; Row: the whole padded row
-// they are cut from. Chunk: rows worked on at a time. Slices: the 8-column slices of the result that a warp owns. Halves: the
-// warps that share them, each with its part of the state's inner axis and of the chunk's rows.
-template <class Arith_, class Role_, class Feature_, int Inner, int Columns, int Row, int Chunk, int Slices, int Halves,
+// they are cut from. Chunk: rows worked on at a time. Slices: the 8-column slices of the result that a worker owns.
+template <class Arith_, class Role_, class Feature_, int Inner, int Columns, int Row, int Chunk, int Slices, int Loaders,
           bool Causal>
 struct SweepConfig {
   using Arith = Arith_;
@@ -43,66 +39,75 @@ struct SweepConfig {
   using Acc = typename Arith::Acc;
   static constexpr int kInner = Inner, kColumns = Columns, kRow = Row, kChunk = Chunk, kSlices = Slices;
   static constexpr bool kCausal = Causal;
-  static constexpr int kHalves = Halves;
 
-  static constexpr int kColumnWarps = Columns / (8 * Slices);
-  static constexpr int kWarps = kColumnWarps * Halves;
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kMinBlocks = min_blocks(kThreads, Halves);
-  static_assert(Halves == 1 || (Halves == 2 && Chunk % 32 == 0 && Inner % 64 == 0), "halves must be whole");
+  // Two kinds of warps: workers hold the state and make the result, loaders bring the rows of the next chunk. A multiprocessor
+  // has room for 12 warps with 168 registers a thread or 16 with 128.
+  static constexpr int kWorkers = Columns / (8 * Slices);
+  static constexpr int kLoaders = Loaders;
+  static constexpr int kWorkerThreads = 32 * kWorkers, kLoaderThreads = 32 * kLoaders;
+  static constexpr int kThreads = kWorkerThreads + kLoaderThreads;
+  static constexpr int kMinBlocks = larger(Inner, Row) > 128 || sizeof(Acc) == 8 ? 1 : larger(1, (2 * kLoaders <= kWorkers ? 384 : 512) / kThreads);
   static constexpr int kRowBlocks = Chunk / 16;                             // 16-row blocks of a chunk
-  static constexpr int kGroups = larger(1, smaller(kRowBlocks, kWarps / kRowBlocks));  // warps that share a row block
+  static constexpr int kGroups = larger(1, smaller(kRowBlocks, kWorkers / kRowBlocks));  // warps that share a row block
   static constexpr int kWeightsWidth = larger(Chunk, 128 / static_cast<int>(sizeof(Elem)));
   static_assert(Chunk % 16 == 0 && Columns % (8 * Slices) == 0 && Columns <= Row, "blocks must tile the result");
-  static_assert(kWarps >= 1 && (kWarps % kRowBlocks == 0 || kRowBlocks % kWarps == 0), "warps must tile the weights");
+  static_assert(kWorkers >= 1 && (kWorkers % kRowBlocks == 0 || kRowBlocks % kWorkers == 0), "warps must tile the weights");
 
   using InnerTile = SharedTile<Elem, Inner>;
   using ColumnTile = SharedTile<Elem, Columns>;
   using WeightsTile = SharedTile<Elem, kWeightsWidth>;
 
-  // Shared memory: tiles first, then vectors of accumulators.
+  // Shared memory. The tiles of a chunk and its result exist twice: the next chunk is put down while this one is worked on, and
+  // the result of the one before leaves. In float64 there is room for one copy of the tiles, and no registers for rows that
+  // wait: loaders and workers take turns.
+  static constexpr int kCopies = sizeof(Acc) == 8 ? 1 : 2;
+  static constexpr bool kPrefetch = kCopies == 2;
   static constexpr int kA = 0;
   static constexpr int kB = kA + InnerTile::bytes(Chunk);
   static constexpr int kC = kB + (Causal ? InnerTile::bytes(Chunk) : 0);
   static constexpr int kX = kC + (Causal ? ColumnTile::bytes(Chunk) : 0);
-  static constexpr int kStage = kX + (Role::kThroughFeatures ? ColumnTile::bytes(Chunk) : 0);
-  static constexpr int kWeights = kStage + ColumnTile::bytes(Chunk);
-  // Halves: the rows of A S that belong to the other half's warp.
-  static constexpr int kExchange = kWeights + (Causal ? WeightsTile::bytes(Chunk) : 0);
-  static constexpr int kAddresses =  // of the block's heads
-      kExchange + (Halves - 1) * Chunk * Columns * static_cast<int>(sizeof(Acc));
-  static constexpr int kVectors = kAddresses + 64;
-  // in elements of Acc, from kVectors on
-  static constexpr int kInnerSum = 0;                          // [2][Inner]  sums of B
-  static constexpr int kCentre = kInnerSum + 2 * Inner;        // [2][Inner]  GradQ: mean of v so far
-  static constexpr int kRest = kCentre + 2 * Inner;            // [2][Inner]  GradQ: sum of v less count times the mean
+  static constexpr int kTiles = kX + (Role::kThroughFeatures ? ColumnTile::bytes(Chunk) : 0);  // of one copy
+  static constexpr int kStage = kCopies * kTiles;
+  static constexpr int kWeights = kStage + 2 * ColumnTile::bytes(Chunk);
+  static constexpr int kDescription = kWeights + (Causal ? WeightsTile::bytes(Chunk) : 0);  // see Block
+  static constexpr int kVectors = kDescription + 128;
+  // Vectors of accumulators, in elements from kVectors on.
+  static constexpr int kInnerSum = 0;                          // [2][Inner]   sums of B
+  static constexpr int kCentre = kInnerSum + 2 * Inner;        // [2][Inner]   GradQ: mean of v so far
+  static constexpr int kRest = kCentre + 2 * Inner;            // [2][Inner]   GradQ: sum of v less count times the mean
   static constexpr int kColumnSum = kRest + 2 * Inner;         // [2][Columns] weighted sums of C
-  static constexpr int kInnerParts = kColumnSum + 2 * Columns; // [kWarps][Inner]
-  static constexpr int kColumnParts = kInnerParts + kWarps * Inner;      // [kWarps][Columns]
-  static constexpr int kRowParts = kColumnParts + kWarps * Columns;      // [kGroups][Chunk] sums of weights
-  static constexpr int kRowFirst = kRowParts + kGroups * Chunk;          // [Chunk] see chunk/load.cuh
-  static constexpr int kRowSecond = kRowFirst + Chunk;                   // [Chunk]
-  static constexpr int kRowInverse = kRowSecond + Chunk;                 // [Chunk] 1 / den
-  static constexpr int kRowNorm = kRowInverse + Chunk;                   // [Chunk] 1 / |x|
-  static constexpr int kDotParts = kRowNorm + Chunk;                     // [kColumnWarps][Chunk][3]; Forward: [kWarps][Chunk]
-  static constexpr int kRowDots = kDotParts + 3 * kWarps * Chunk;        // [Chunk][2]
+  static constexpr int kInnerParts = kColumnSum + 2 * Columns;           // [kLoaders][Inner]
+  static constexpr int kColumnParts = kInnerParts + kLoaders * Inner;    // [kLoaders][Columns]
+  static constexpr int kRowParts = kColumnParts + kLoaders * Columns;      // [kGroups][Chunk] sums of weights
+  static constexpr int kRowNumbers = kRowParts + kGroups * Chunk;       // [2][4][Chunk] see RowNumber
+  static constexpr int kDotParts = kRowNumbers + 8 * Chunk;              // [kWorkers][Chunk][3]; Forward: [kWorkers][Chunk]
+  static constexpr int kRowDots = kDotParts + 3 * kWorkers * Chunk;        // [Chunk][2]
   static constexpr int kSharedBytes = kVectors + static_cast<int>(sizeof(Acc)) * (kRowDots + 2 * Chunk);
 };
 
-// The pre-pass: kv[Inner, Columns] += B^T C over a piece of the sequence, from keys or (Reversed) from queries.
-template <class Arith_, class Feature_, bool Reversed, int Inner, int Columns, int Chunk, int Slices, int Halves>
+// Barriers: all threads of a block meet once a turn, and again behind it if there is one copy of the tiles; workers, and
+// loaders, among themselves in between.
+enum Barrier { kTurn = 1, kAmongWorkers = 2, kAmongLoaders = 3, kDone = 4 };
+
+// Numbers that belong to the rows of a chunk, from load.cuh:
+//   kFirst    Forward: q~ . k_sum;  GradQ: g . c;  GradK: delta of the source
+//   kSecond   GradQ: g . (v_sum - count c)
+//   kInverse  GradQ: 1 / den
+//   kNorm     GradQ, GradK: 1 / |x|
+enum RowNumber { kFirst, kSecond, kInverse, kNorm };
+
+// The pre-pass: kv[Inner, Columns] += B^T C over a piece of the sequence, from keys or (Reversed) from queries. Row: the whole
+// padded width of the features, which Inner may be a part of.
+template <class Arith_, class Feature_, bool Reversed, int Inner, int Row, int Columns, int Chunk, int Slices>
 struct StateConfig {
   using Arith = Arith_;
   using Feature = Feature_;
   using Elem = typename Arith::Elem;
   using Acc = typename Arith::Acc;
   static constexpr bool kReversed = Reversed;
-  static constexpr int kInner = Inner, kColumns = Columns, kChunk = Chunk, kSlices = Slices;
-  static constexpr int kHalves = Halves;
-  static constexpr int kColumnWarps = Columns / (8 * Slices);
-  static constexpr int kWarps = kColumnWarps * Halves;
+  static constexpr int kInner = Inner, kRow = Row, kColumns = Columns, kChunk = Chunk, kSlices = Slices;
+  static constexpr int kWarps = Columns / (8 * Slices);
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kMinBlocks = min_blocks(kThreads, Halves);
 
   using InnerTile = SharedTile<Elem, Inner>;
   using ColumnTile = SharedTile<Elem, Columns>;

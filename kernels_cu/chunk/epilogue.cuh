@@ -26,36 +26,56 @@ struct Epilogue {
 
   const Params& p;
   const Block<Config>& block;
-  i64 step;
+  i32 step;
+  int copy;
   Span span;
 
-  LA_DEVICE Epilogue(const Params& params, const Block<Config>& where, i64 at)
-      : p(params), block(where), step(at), span(where.rows(params, at)) {}
+  LA_DEVICE Epilogue(const Params& params, const Block<Config>& where, i32 at)
+      : p(params), block(where), step(at), copy(at & 1), span(where.rows_at(at)) {}
 
-  // f(row, i, half) for the rows, 8 at a time, of which this warp holds accumulators: this lane has row + lane_row().
+  // f(row, m, half) for the rows, 8 at a time, of which this warp holds accumulators: this lane has row + lane_row().
   template <class F>
   static LA_DEVICE void each_row(F f) {
 #pragma unroll
-    for (int i = 0; i < P::kOwnBlocks; ++i) {
+    for (int m = 0; m < P::kRowBlocks; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) f(P::row_block(i) * 16 + half * 8, i, half);
+      for (int half = 0; half < 2; ++half) f(m * 16 + half * 8, m, half);
     }
   }
 
-  LA_DEVICE void run(typename P::Result& result, typename P::Result& running) {
+  // What a warp can do with its own columns: the whole of it, or its share of the sums over rows.
+  LA_DEVICE void begin(typename P::Result& result, typename P::Result& running) {
     if constexpr (kSame<Role, Forward>) normalise(result);
-    if constexpr (Role::kThroughFeatures) through_features(result, running);
-    each_row([&](int row, int i, int half) {
+    if constexpr (Role::kThroughFeatures) {
+      if (p.phase != kApply) row_dots(result, running);
+    } else {
+      put(result);
+    }
+  }
+
+  // The rest, behind a barrier, where sums over rows are needed.
+  LA_DEVICE void end(typename P::Result& result, typename P::Result& running) {
+    if constexpr (Role::kThroughFeatures) {
+      row_coefficients();
+      sync_named(kAmongWorkers, Config::kWorkerThreads);
+      if (p.phase == kDots) return;
+      apply(result, running);
+      put(result);
+    }
+  }
+
+  LA_DEVICE void put(typename P::Result& result) {
+    each_row([&](int row, int m, int half) {
 #pragma unroll
-      for (int n = 0; n < Config::kSlices; ++n) put(row, P::first_column() + n * 8, result[i][half][n]);
+      for (int n = 0; n < Config::kSlices; ++n) put(row, P::first_column() + n * 8, result[m][half][n]);
     });
   }
 
   LA_DEVICE void put(int row, int column, const Cell<Acc>& c) {
     if constexpr (Arith::kFixedType) {
-      Arith::store_pair(block.stage(), row, column, c.x[0], c.x[1]);
+      Arith::store_pair(block.stage(copy), row, column, c.x[0], c.x[1]);
     } else {  // unrounded: the stage is on its way out
-      typename Config::Elem* to = block.stage().pair(row, column);
+      typename Config::Elem* to = block.stage(copy).pair(row, column);
       to[0] = c.x[0];
       to[1] = c.x[1];
     }
@@ -66,19 +86,19 @@ struct Epilogue {
     const Acc before = Acc(p.a) * block.count_before(step);
     Acc* factors = block.vector(Config::kDotParts) + warp_id() * Config::kChunk;
     for (int row = lane_id(); row < Config::kChunk; row += 32) {
-      const Acc den = before + Acc(p.b) * block.vector(Config::kRowFirst)[row] + sum_of_weights(block, row);
+      const Acc den = before + Acc(p.b) * block.numbers(copy, kFirst)[row] + sum_of_weights(block, row);
       if (block.split == 0 && warp_id() == 0 && p.den.data != 0 && span.holds(row)) {
         store_number(p.den.data, block.head.offset(p.den.lead) + span.first + row, den);
       }
       factors[row] = !p.normalize ? Acc(1) : den == Acc(0) ? Acc(0) : ptx::reciprocal(den);
     }
     sync_warp();
-    each_row([&](int row, int i, int half) {
+    each_row([&](int row, int m, int half) {
       const Acc factor = factors[row + lane_row()];
 #pragma unroll
       for (int n = 0; n < Config::kSlices; ++n) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j) result[i][half][n].x[j] *= factor;
+        for (int j = 0; j < 2; ++j) result[m][half][n].x[j] *= factor;
       }
     });
   }
@@ -90,26 +110,21 @@ struct Epilogue {
     return {z, Arith::round(Feature::value(z)), slope, z * slope};
   }
 
-  LA_DEVICE void through_features(typename P::Result& result, typename P::Result& running) {
-    if (p.phase != kApply) row_dots(result, running);
-    sync_block();
-    row_coefficients();
-    if (p.phase == kDots) return;
-    sync_block();
+  LA_DEVICE void apply(typename P::Result& result, typename P::Result& running) {
     const Acc* coefficients = block.vector(Config::kRowDots);
-    each_row([&](int row8, int i, int half) {
+    each_row([&](int row8, int m, int half) {
       const int row = row8 + lane_row();
       const Acc delta = coefficients[2 * row], along = coefficients[2 * row + 1];
-      const Acc inverse_norm = block.vector(Config::kRowNorm)[row];
+      const Acc inverse_norm = block.numbers(copy, kNorm)[row];
 #pragma unroll
       for (int n = 0; n < Config::kSlices; ++n) {
         Acc z[2];
-        Arith::load_pair(block.tile_x().pair(row8, P::first_column() + n * 8), z[0], z[1]);
+        Arith::load_pair(block.tile_x(copy).pair(row8, P::first_column() + n * 8), z[0], z[1]);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          Acc& x = result[i][half][n].x[j];
+          Acc& x = result[m][half][n].x[j];
           const Mapped f = mapped(z[j]);
-          if constexpr (kGradQ) x = Acc(p.b) * (x - delta * running[i][half][n].x[j]);
+          if constexpr (kGradQ) x = Acc(p.b) * (x - delta * running[m][half][n].x[j]);
           x = p.unit_norm ? (f.slope * x - f.z * along) * inverse_norm : f.slope * x;
         }
       }
@@ -117,20 +132,20 @@ struct Epilogue {
   }
 
   LA_DEVICE void row_dots(typename P::Result& result, typename P::Result& running) {
-    each_row([&](int row, int i, int half) {
+    each_row([&](int row, int m, int half) {
       Acc dots[3] = {};
 #pragma unroll
       for (int n = 0; n < Config::kSlices; ++n) {
         Acc z[2];
-        Arith::load_pair(block.tile_x().pair(row, P::first_column() + n * 8), z[0], z[1]);
+        Arith::load_pair(block.tile_x(copy).pair(row, P::first_column() + n * 8), z[0], z[1]);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const Mapped f = mapped(z[j]);
-          const Acc y = result[i][half][n].x[j];
+          const Acc y = result[m][half][n].x[j];
           dots[0] = ptx::fma(f.radial, y, dots[0]);
           if constexpr (kGradQ) {
             dots[1] = ptx::fma(f.value, y, dots[1]);
-            dots[2] = ptx::fma(f.radial, running[i][half][n].x[j], dots[2]);
+            dots[2] = ptx::fma(f.radial, running[m][half][n].x[j], dots[2]);
           }
         }
       }
@@ -139,7 +154,7 @@ struct Epilogue {
         dots[x] += shuffle_xor(dots[x], 1);
         dots[x] += shuffle_xor(dots[x], 2);
         if ((lane_id() & 3) == 0) {
-          block.vector(Config::kDotParts)[(P::column_warp() * Config::kChunk + row + lane_row()) * 3 + x] = dots[x];
+          block.vector(Config::kDotParts)[(warp_id() * Config::kChunk + row + lane_row()) * 3 + x] = dots[x];
         }
       }
     });
@@ -147,7 +162,7 @@ struct Epilogue {
 
   // delta' and z . h for each row, from the row's three sums.
   LA_DEVICE void row_coefficients() {
-    for (int row = thread(); row < Config::kChunk; row += Config::kThreads) {
+    for (int row = thread(); row < Config::kChunk; row += Config::kWorkerThreads) {
       const bool exists = span.holds(row);
       const i64 at = block.head.offset(p.dots.lead) + (span.first + row) * p.splits * 3;
       Acc dots[3] = {};
@@ -157,7 +172,7 @@ struct Epilogue {
           for (int split = 0; exists && split < p.splits; ++split) dots[i] += load_number<Acc>(p.dots.data, at + split * 3 + i);
         } else {
 #pragma unroll
-          for (int w = 0; w < Config::kColumnWarps; ++w) {
+          for (int w = 0; w < Config::kWorkers; ++w) {
             dots[i] += block.vector(Config::kDotParts)[(w * Config::kChunk + row) * 3 + i];
           }
         }
@@ -166,12 +181,12 @@ struct Epilogue {
       if (p.phase == kDots) continue;
       Acc delta = 0, along = dots[0];
       if constexpr (kGradQ) {
-        const Acc sum = sum_of_weights(block, row) + block.vector(Config::kRowSecond)[row];
-        const Acc inverse_den = block.vector(Config::kRowInverse)[row];
+        const Acc sum = sum_of_weights(block, row) + block.numbers(copy, kSecond)[row];
+        const Acc inverse_den = block.numbers(copy, kInverse)[row];
         if (p.normalize) delta = ptx::fma(Acc(p.a), sum, Acc(p.b) * dots[1]) * inverse_den;
         along = Acc(p.b) * (dots[0] - delta * dots[2]);
         if (block.split == 0 && exists && p.delta.data != 0) {
-          const Acc whole = p.normalize ? delta + block.vector(Config::kRowFirst)[row] : Acc(0);
+          const Acc whole = p.normalize ? delta + block.numbers(copy, kFirst)[row] : Acc(0);
           store_number(p.delta.data, block.head.offset(p.delta.lead) + span.first + row, whole);
         }
       }
@@ -183,9 +198,9 @@ struct Epilogue {
   // The staged rows to global memory, whole packets of neighbouring lanes side by side.
   LA_DEVICE void copy_out() {
     if (p.dst.data == 0 || p.phase == kDots) return;
-    using R = Rows<Arith, Config::kColumns, Config::kChunk, Config::kThreads>;
-    R::copy_out(p.dst, block.address(Block<Config>::kResult), span, block.column0,
-                (Role::kKeyFeatures ? p.e : p.d) - block.column0, block.stage());
+    using R = Rows<Arith, Config::kColumns, Config::kChunk, Config::kWorkerThreads>;
+    R::copy_out(p.dst, block.head.template address<Arith>(p.dst), span, block.column0,
+                (Role::kKeyFeatures ? p.e : p.d) - block.column0, block.stage(copy));
   }
 };
 

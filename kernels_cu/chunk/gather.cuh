@@ -10,15 +10,17 @@ struct Gather {
   using Acc = typename Config::Acc;
   using Feature = typename Config::Feature;
   using P = Products<Config>;
-  using RowsB = Rows<Arith, Config::kInner, Config::kChunk, Config::kThreads>;
+  using RowsB = Rows<Arith, Config::kRow, Config::kChunk, Config::kThreads>;
   using RowsC = Rows<Arith, Config::kColumns, Config::kChunk, Config::kThreads>;
   static constexpr bool kReversed = Config::kReversed;
 
   const Params& p;
   Head head;
-  i32 split, group;
-  int column0;
-  i64 piece, first, chunks;
+  i32 group;
+  int column0, inner0;  // first column and first inner column of the state in this block
+  i64 piece;
+  i32 chunks;
+  Reach reach;  // of the piece
   unsigned char* shared;
   RowsB b;
   RowsC c;
@@ -30,31 +32,31 @@ struct Gather {
   typename P::State state;
 
   LA_DEVICE explicit Gather(const Params& params) : p(params), shared(dynamic_shared()) {
-    i64 index = block();
-    split = static_cast<i32>(index % p.splits);
+    u32 index = static_cast<u32>(block());
+    const u32 split = index % p.splits, column_splits = (p.e + Config::kColumns - 1) / Config::kColumns;
+    column0 = static_cast<int>(split % column_splits) * Config::kColumns;
+    inner0 = static_cast<int>(split / column_splits) * Config::kInner;
     index /= p.splits;
     piece = index % p.segments;
     head.place(p, index / p.segments, 0, p.outer);
     group = kReversed ? group_size(p) : 1;
-    column0 = split * Config::kColumns;
-    first = piece * p.chunks_per_segment;
-    const i64 left = p.chunks - first;
-    chunks = left < p.chunks_per_segment ? left : p.chunks_per_segment;
+    const i64 first = piece * p.chunks_per_segment, left = p.chunks - first;
+    chunks = static_cast<i32>(left < p.chunks_per_segment ? left : p.chunks_per_segment);
+    const i64 position = p.origin + first * Config::kChunk;
+    reach = kReversed ? Reach::cut(position - p.query_shift, p.n, chunks * Config::kChunk)
+                      : Reach::cut(position, p.m, chunks * Config::kChunk);
   }
 
   LA_DEVICE typename Config::InnerTile tile_b() const { return {shared + Config::kB}; }
   LA_DEVICE typename Config::ColumnTile tile_c() const { return {shared + Config::kC}; }
   LA_DEVICE Acc* vector(int at) const { return reinterpret_cast<Acc*>(shared + Config::kVectors) + at; }
 
-  LA_DEVICE Span span(i64 step) const {
-    const i64 position = p.origin + (first + step) * Config::kChunk;
-    return kReversed ? Span::cut(position - p.query_shift, p.n, Config::kChunk) : Span::cut(position, p.m, Config::kChunk);
-  }
+  LA_DEVICE Span span(i32 step) const { return reach.chunk(step * Config::kChunk, Config::kChunk); }
 
-  LA_DEVICE void fetch(i64 step, i32 member) {
+  LA_DEVICE void fetch(i32 step, i32 member) {
     const Span rows = span(step);
     Head at = head;
-    if (kReversed && group > 1) at.place(p, member, p.outer, p.rank);
+    if (kReversed && group > 1) at.place(p, static_cast<u32>(member), p.outer, p.rank);
     const Tensor& tb = kReversed ? p.q : p.k;
     const Tensor& tc = kReversed ? p.dout : p.v;
     b.fetch(tb, at.template address<Arith>(tb), rows, 0, p.d);
@@ -65,38 +67,47 @@ struct Gather {
     }
   }
 
-  LA_DEVICE void put(i64 step) {
+  LA_DEVICE void put(i32 step) {
     const Span rows = span(step);
-    typename RowsB::All vb = b.values((kReversed ? p.q : p.k).dtype);
-    if (p.unit_norm) RowsB::normalise(vb);
-    RowsB::template map<Feature>(vb, rows, p.d);
-    RowsB::store(tile_b(), vb);
-    typename RowsB::Numbers weight = RowsB::same(Acc(1));
 #pragma unroll
     for (int pass = 0; pass < RowsB::kPasses; ++pass) {
       const int row = RowsB::row(pass);
-      if constexpr (kReversed) weight.x[pass] = -Acc(p.b) * delta_b.x[pass];
-      if (RowsB::packet(0) == 0 && row < Config::kChunk && rows.holds(row)) {
+      if (RowsB::packet(0) == 0 && RowsB::inside(pass) && rows.holds(row)) {
         count += kReversed ? -Acc(p.a) * delta_b.x[pass] : Acc(1);
       }
+      if constexpr (kReversed) delta_b.x[pass] *= -Acc(p.b);
     }
-    RowsB::add(inner_sum, vb, weight);
-
-    typename RowsC::All vc = c.values((kReversed ? p.dout : p.v).dtype);
+#pragma unroll
+    for (int batch = 0; batch < RowsB::kBatches; ++batch) {
+      typename RowsB::Batch v = b.values(batch, (kReversed ? p.q : p.k).dtype);
+      Acc inverse[RowsB::kBatch];
+      if (p.unit_norm) RowsB::normalise(v, inverse);
+      RowsB::template map<Feature>(v, rows, p.d);
+      RowsB::store(tile_b(), v, inner0);
+      if constexpr (kReversed) {
+        RowsB::add(inner_sum, v, delta_b);
+      } else {
+        RowsB::add(inner_sum, v);
+      }
+    }
     if constexpr (kReversed) {
 #pragma unroll
       for (Acc& x : den_c.x) x = !p.normalize ? Acc(1) : x == Acc(0) ? Acc(0) : ptx::reciprocal(x);
-      RowsC::scale(vc, den_c);
     }
-    RowsC::store(tile_c(), vc);
-    RowsC::add(column_sum, vc, RowsC::same(kReversed ? Acc(p.a) : Acc(1)));
+#pragma unroll
+    for (int batch = 0; batch < RowsC::kBatches; ++batch) {
+      typename RowsC::Batch v = c.values(batch, (kReversed ? p.dout : p.v).dtype);
+      if constexpr (kReversed) RowsC::scale(v, den_c);
+      RowsC::store(tile_c(), v);
+      RowsC::add(column_sum, v);
+    }
   }
 
   LA_DEVICE void run() {
     RowsB::clear(inner_sum);
     RowsC::clear(column_sum);
     StateCells<Config, true>::clear(state);
-    i64 step = -1;
+    i32 step = -1;
     i32 member = group - 1;
 #pragma unroll 1
     while (step < chunks) {  // turn -1 only sends for the first rows
@@ -106,7 +117,7 @@ struct Gather {
         sync_block();
       }
       const bool wraps = member + 1 == group;
-      const i64 next = wraps ? step + 1 : step;
+      const i32 next = wraps ? step + 1 : step;
       const i32 next_member = wraps ? 0 : member + 1;
       if (next < chunks) fetch(next, next_member);
       if (step >= 0) {
@@ -120,24 +131,24 @@ struct Gather {
   }
 
   LA_DEVICE void finish() {
-    RowsB::template store_column_sums<Config::kInner>(vector(Config::kInnerParts), inner_sum);
+    RowsB::template store_column_sums<Config::kInner>(vector(Config::kInnerParts), inner_sum, inner0);
     RowsC::template store_column_sums<Config::kColumns>(vector(Config::kColumnParts), column_sum);
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) count += shuffle_xor(count, mask);
     if (lane_id() == 0) vector(Config::kCounts)[warp_id()] = count;
     sync_block();
     const StatePlace at = StatePlace::find<Acc>(p.final, head, p, piece);
-    StateCells<Config, true>::write(state, p, at.kv, column0);
-    write_sums(at.v_sum, Config::kColumnParts, Config::kColumns, column0, p.e);
-    if (split == 0) write_sums(at.k_sum, Config::kInnerParts, Config::kInner, 0, p.d);
-    if (split == 0) write_sums(at.count, Config::kCounts, 1, 0, 1);
+    StateCells<Config, true>::write(state, p, at.kv, column0, inner0);
+    if (inner0 == 0) write_sums(at.v_sum, Config::kColumnParts, Config::kColumns, column0, p.e, kReversed ? Acc(p.a) : Acc(1));
+    if (column0 == 0) write_sums(at.k_sum, Config::kInnerParts, Config::kInner, inner0, p.d, Acc(1));
+    if (column0 == 0 && inner0 == 0) write_sums(at.count, Config::kCounts, 1, 0, 1, Acc(1));
   }
 
-  LA_DEVICE void write_sums(u64 to, int parts, int width, int column, int count_of) {
+  LA_DEVICE void write_sums(u64 to, int parts, int width, int column, int count_of, Acc weight) {
     for (int i = thread(); i < width && column + i < count_of; i += Config::kThreads) {
       Acc sum = 0;
       for (int w = 0; w < Config::kWarps; ++w) sum += vector(parts)[w * width + i];
-      store_number(to, column + i, sum);
+      store_number(to, column + i, weight * sum);
     }
   }
 };

@@ -10,12 +10,13 @@ namespace la {
 struct Head {
   i32 at[kMaxRank];
 
-  LA_DEVICE void place(const Params& p, i64 index, i32 from, i32 to) {
+  // Division is of 32 bits, which a grid never exceeds: that of 64 is a subroutine, around which registers are saved.
+  LA_DEVICE void place(const Params& p, u32 index, i32 from, i32 to) {
 #pragma unroll
     for (i32 axis = kMaxRank - 1; axis >= 0; --axis) {
       if (axis >= from && axis < to) {
-        at[axis] = static_cast<i32>(index % p.size[axis]);
-        index /= p.size[axis];
+        at[axis] = static_cast<i32>(index % static_cast<u32>(p.size[axis]));
+        index /= static_cast<u32>(p.size[axis]);
       } else if (axis >= to) {
         at[axis] = 0;
       }

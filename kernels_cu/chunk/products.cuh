@@ -1,6 +1,5 @@
 // Products of tiles. A warp owns kSlices * 8 columns of the result, and of the running state S^T (columns of the result by
-// inner columns), which never leaves its registers. Where two warps share the columns, each holds half of the state's
-// inner axis, makes half of every sum over it, and finishes every other 16-row block of the result.
+// inner columns), which never leaves its registers.
 #pragma once
 #include "chunk/config.cuh"
 
@@ -13,37 +12,23 @@ struct Products {
   using Slice = typename Arith::Slice;
   static constexpr int kSlices = Config::kSlices;
   static constexpr int kDepth = Arith::kDepth;
-  static constexpr int kHalves = Config::kHalves;
   static constexpr int kRowBlocks = Config::kChunk / 16;
-  static constexpr int kOwnBlocks = kRowBlocks / kHalves;
-  static constexpr int kOwnInner = Config::kInner / kHalves;
 
-  using Partial = Cell<Acc>[kRowBlocks][2][kSlices];  // [16-row block][upper, lower 8 rows][column slice]
-  using Result = Cell<Acc>[kOwnBlocks][2][kSlices];   // the blocks that this warp finishes
-  using State = Cell<Acc>[kSlices][kOwnInner / 8];    // [column slice][8 inner columns]
+  using Result = Cell<Acc>[kRowBlocks][2][kSlices];      // [16-row block][upper, lower 8 rows][column slice]
+  using State = Cell<Acc>[kSlices][Config::kInner / 8];  // [column slice][8 inner columns]
 
-  static LA_DEVICE int column_warp() { return kHalves == 1 ? warp_id() : warp_id() % Config::kColumnWarps; }
-  static LA_DEVICE int half() { return kHalves == 1 ? 0 : warp_id() / Config::kColumnWarps; }
-  static LA_DEVICE int first_column() { return column_warp() * 8 * kSlices; }
-  static LA_DEVICE int first_inner() { return half() * kOwnInner; }
-  static LA_DEVICE int row_block(int own) { return kHalves == 1 ? own : own * 2 + half(); }
+  static LA_DEVICE int first_column() { return warp_id() * 8 * kSlices; }
 
-  // This warp's columns of `tile`, transposed, for rows k .. k + kDepth.
-  template <class Tile>
-  static LA_DEVICE void load_columns(Slice (&s)[kSlices], const Tile& tile, int k) {
-    Arith::load_transposed(s, tile, first_column(), k);
-  }
-
-  // partial = A S over this warp's inner columns. `operand(slice, cell)` gives the state's cells as they enter the product.
+  // result = A S. `operand(slice, cell)` gives the state's cells as they enter the product.
   template <class Tile, class Operand>
-  static LA_DEVICE void times_state(Partial& partial, const Tile& a, Operand operand) {
+  static LA_DEVICE void times_state(Result& result, const Tile& a, Operand operand) {
 #pragma unroll
     for (int m = 0; m < kRowBlocks; ++m) {
 #pragma unroll
-      for (int n = 0; n < kSlices; ++n) partial[m][0][n] = partial[m][1][n] = {{Acc(0), Acc(0)}};
+      for (int n = 0; n < kSlices; ++n) result[m][0][n] = result[m][1][n] = {{Acc(0), Acc(0)}};
     }
 #pragma unroll
-    for (int k = 0; k < kOwnInner / kDepth; ++k) {
+    for (int k = 0; k < Config::kInner / kDepth; ++k) {
       Slice s[kSlices];
 #pragma unroll
       for (int n = 0; n < kSlices; ++n) {
@@ -55,44 +40,9 @@ struct Products {
 #pragma unroll
       for (int m = 0; m < kRowBlocks; ++m) {
         Slice rows[2];
-        Arith::load(rows, a, m * 16, first_inner() + k * kDepth);
+        Arith::load(rows, a, m * 16, k * kDepth);
 #pragma unroll
-        for (int n = 0; n < kSlices; ++n) Arith::mma(partial[m][0][n], partial[m][1][n], rows[0], rows[1], s[n]);
-      }
-    }
-  }
-
-  // Where two warps share the columns: hands the other's row blocks over, before a barrier; `result` takes up, behind it,
-  // what the other left. Lanes of the two hold the same places, so each finds its own line.
-  static LA_DEVICE void give(Cell<Acc>* exchange, const Partial& partial) {
-    if constexpr (kHalves == 2) {
-      Cell<Acc>* to = exchange + (half() * Config::kColumnWarps + column_warp()) * kOwnBlocks * 2 * kSlices * 32 + lane_id();
-#pragma unroll
-      for (int i = 0; i < kOwnBlocks; ++i) {
-#pragma unroll
-        for (int x = 0; x < 2 * kSlices; ++x) {
-          const Cell<Acc>&upper = partial[2 * i + 1][x / kSlices][x % kSlices], &lower = partial[2 * i][x / kSlices][x % kSlices];
-          to[(i * 2 * kSlices + x) * 32] = half() == 0 ? upper : lower;
-        }
-      }
-    }
-  }
-
-  static LA_DEVICE void take(Result& result, const Partial& partial, const Cell<Acc>* exchange) {
-    const Cell<Acc>* from =
-        exchange + ((1 - half()) * Config::kColumnWarps + column_warp()) * kOwnBlocks * 2 * kSlices * 32 + lane_id();
-#pragma unroll
-    for (int i = 0; i < kOwnBlocks; ++i) {
-#pragma unroll
-      for (int x = 0; x < 2 * kSlices; ++x) {
-        Cell<Acc>& to = result[i][x / kSlices][x % kSlices];
-        if constexpr (kHalves == 1) {
-          to = partial[i][x / kSlices][x % kSlices];
-        } else {
-          const Cell<Acc>&upper = partial[2 * i + 1][x / kSlices][x % kSlices], &lower = partial[2 * i][x / kSlices][x % kSlices];
-          const Cell<Acc> own = half() == 0 ? lower : upper, other = from[(i * 2 * kSlices + x) * 32];
-          to = {{own.x[0] + other.x[0], own.x[1] + other.x[1]}};
-        }
+        for (int n = 0; n < kSlices; ++n) Arith::mma(result[m][0][n], result[m][1][n], rows[0], rows[1], s[n]);
       }
     }
   }
@@ -122,17 +72,16 @@ struct Products {
       Slice columns[kSlices];
       Arith::load_transposed(columns, c, first_column(), k);
 #pragma unroll
-      for (int i = 0; i < kOwnBlocks; ++i) {
-        const int m = row_block(i);
+      for (int m = 0; m < kRowBlocks; ++m) {
         if (!reaches(m, k)) continue;
         Slice rows[2];
         Arith::load(rows, w, m * 16, k);
 #pragma unroll
-        for (int n = 0; n < kSlices; ++n) Arith::mma(result[i][0][n], result[i][1][n], rows[0], rows[1], columns[n]);
+        for (int n = 0; n < kSlices; ++n) Arith::mma(result[m][0][n], result[m][1][n], rows[0], rows[1], columns[n]);
         if constexpr (Running) {
           const Slice one[2] = {ones(m, 0, k), ones(m, 1, k)};
 #pragma unroll
-          for (int n = 0; n < kSlices; ++n) Arith::mma(running[i][0][n], running[i][1][n], one[0], one[1], columns[n]);
+          for (int n = 0; n < kSlices; ++n) Arith::mma(running[m][0][n], running[m][1][n], one[0], one[1], columns[n]);
         }
       }
     }
@@ -147,19 +96,42 @@ struct Products {
     }
   }
 
+  // One row of ones in the place of B: the sums of C's columns.
+  static LA_DEVICE Slice all_ones() {
+    Cell<Acc> cells[kDepth / 8];
+#pragma unroll
+    for (int i = 0; i < kDepth / 8; ++i) cells[i] = {{Acc(1), Acc(1)}};
+    return Arith::slice(cells);
+  }
+
+  // sum[n].x[..] = the sum over the chunk of column n * 8 + lane_row() of this warp's columns of C.
+  template <class ColumnTile>
+  static LA_DEVICE void sum_columns(Cell<Acc> (&sum)[kSlices], const ColumnTile& c) {
+    const Slice one = all_ones();
+#pragma unroll
+    for (int n = 0; n < kSlices; ++n) sum[n] = {{Acc(0), Acc(0)}};
+#pragma unroll
+    for (int k = 0; k < Config::kChunk; k += kDepth) {
+      Slice columns[kSlices];
+      Arith::load_transposed(columns, c, first_column(), k);
+      mma_columns(sum, columns, one);
+    }
+  }
+
   // S^T += scale C^T B. Each chunk is summed by itself and added on the CUDA cores: the tensor cores' accumulators
   // truncate, which over a long sequence would drift.
   template <class ColumnTile, class InnerTile>
   static LA_DEVICE void update_state(State& state, const ColumnTile& c, const InnerTile& b, Acc scale) {
     constexpr int kSteps = Config::kChunk / kDepth;
-    constexpr int kWide = 32;  // inner columns at a time: independent sums that hide each other's latency
+    // Inner columns at a time: independent sums that hide each other's latency, where there are registers for them.
+    constexpr int kWide = Config::kInner > 128 ? 16 : 32;
     Slice kept[Arith::kCheapSlice ? kSteps : 1][kSlices];
     if constexpr (Arith::kCheapSlice) {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) Arith::load_transposed(kept[k], c, first_column(), k * kDepth);
     }
 #pragma unroll
-    for (int inner = 0; inner < kOwnInner; inner += kWide) {
+    for (int inner = 0; inner < Config::kInner; inner += kWide) {
       Cell<Acc> sum[kWide / 8][kSlices] = {};
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
@@ -167,7 +139,7 @@ struct Products {
 #pragma unroll
         for (int i = 0; i < kWide; i += 16) {
           Slice rows[2];
-          Arith::load_transposed(rows, b, first_inner() + inner + i, k * kDepth);
+          Arith::load_transposed(rows, b, inner + i, k * kDepth);
           mma_columns(sum[i / 8], kept[Arith::kCheapSlice ? k : 0], rows[0]);
           mma_columns(sum[i / 8 + 1], kept[Arith::kCheapSlice ? k : 0], rows[1]);
         }

@@ -11,13 +11,30 @@ struct Span {
   i64 first;
   i32 begin, end;
 
-  static LA_DEVICE Span cut(i64 first, i64 count, i32 chunk) {
-    const i64 begin = first >= 0 ? 0 : -first < chunk ? -first : chunk;
-    const i64 end = count - first < chunk ? count - first : chunk;
-    return {first, static_cast<i32>(begin), static_cast<i32>(end > begin ? end : begin)};
-  }
   LA_DEVICE bool holds(i32 row) const { return row >= begin && row < end; }
   LA_DEVICE bool whole(i32 chunk) const { return begin == 0 && end == chunk; }
+};
+
+// The same for a whole segment of the sequence, whose rows are counted from its start: one segment has fewer than 2^31.
+struct Reach {
+  i64 first;
+  i32 begin, end;
+
+  // Rows first .. first + length of an array of `count` rows.
+  static LA_DEVICE Reach cut(i64 first, i64 count, i32 length) {
+    const i64 begin = first >= 0 ? 0 : -first < length ? -first : length;
+    const i64 end = count - first < length ? count - first : length;
+    return {first, static_cast<i32>(begin), static_cast<i32>(end > begin ? end : begin)};
+  }
+
+  LA_DEVICE Span chunk(i32 from, i32 size) const {
+    const i32 low = begin - from, high = end - from;
+    const i32 lower = low < 0 ? 0 : low < size ? low : size;
+    return {first + from, lower, high < lower ? lower : high < size ? high : size};
+  }
+
+  // How many of the rows before `row` exist.
+  LA_DEVICE i32 before(i32 row) const { return row <= begin ? 0 : (row < end ? row : end) - begin; }
 };
 
 // Sums of squares between kSmall and kLarge are taken as they are; rows outside are scaled up or down first.
@@ -29,7 +46,8 @@ template <> struct Range<double> {
   static constexpr double kSmall = 1e-280, kLarge = 1e280, kUp = 0x1p+600, kDown = 0x1p-600;
 };
 
-template <class Arith, int Width, int Chunk, int Threads>
+// `Threads` threads from `First` on share the rows of a chunk, and treat up to four of each at a time.
+template <class Arith, int Width, int Chunk, int Threads, int First = 0>
 struct Rows {
   using Acc = typename Arith::Acc;
   static constexpr int kPacket = 16 / sizeof(typename Arith::Elem);
@@ -38,18 +56,27 @@ struct Rows {
   static constexpr int kPerLane = kPackets / kLanes;
   static constexpr int kAtOnce = Threads / kLanes;
   static constexpr int kPasses = (Chunk + kAtOnce - 1) / kAtOnce;
+  static constexpr int kRegisters = kPerLane * kPacket * static_cast<int>(sizeof(Acc)) / 4;  // that a lane needs for a row
+  static constexpr int kBatch = kRegisters > 8 ? 1 : kPasses < 4 ? kPasses : 4;
+  static constexpr int kBatches = (kPasses + kBatch - 1) / kBatch;
+  static_assert(kPasses % kBatch == 0, "batches must be whole");
   static_assert((kLanes & (kLanes - 1)) == 0, "the width of a tile must be a power of two");
 
-  // A lane's share of one row, and of all its rows. Rows are treated side by side, step by step: a step has a latency,
-  // which the rows of a lane hide for each other.
+  // A lane's share of one row, and of a batch of rows. The rows of a batch are treated side by side, step by step: a step has
+  // a latency, which they hide for each other.
   struct Values { Acc x[kPerLane][kPacket]; };
-  struct All { Values row[kPasses]; };
+  struct Batch {
+    Values row[kBatch];
+    int first;  // pass of the first row
+  };
   struct Numbers { Acc x[kPasses]; };  // one number for each row
 
   Word4 raw[kPasses][kPerLane];
 
-  static LA_DEVICE int row(int pass) { return static_cast<int>(static_cast<u32>(thread()) / kLanes) + pass * kAtOnce; }
-  static LA_DEVICE int packet(int i) { return (thread() & (kLanes - 1)) + i * kLanes; }
+  static LA_DEVICE u32 id() { return static_cast<u32>(thread()) - First; }
+  static LA_DEVICE int row(int pass) { return static_cast<int>(id() / kLanes) + pass * kAtOnce; }
+  static LA_DEVICE int packet(int i) { return static_cast<int>(id() % kLanes) + i * kLanes; }
+  static LA_DEVICE bool inside(int pass) { return Chunk % kAtOnce == 0 || row(pass) < Chunk; }
 
   // The place of this thread's first packet, and the way to its next row, in bytes.
   struct Cursor {
@@ -81,7 +108,7 @@ struct Rows {
     const int bytes = kPacket * element_bytes<Arith>(t);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const bool exists = row(pass) < Chunk && span.holds(row(pass));
+      const bool exists = inside(pass) && span.holds(row(pass));
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
         raw[pass][i] = fetch_packet<Arith, kPacket>(t, c.place(pass, i, bytes), exists ? width - packet(i) * kPacket : 0);
@@ -107,7 +134,7 @@ struct Rows {
     const int bytes = kPacket * element_bytes<Arith>(t);
 #pragma unroll 1
     for (int pass = 0; pass < kPasses; ++pass) {
-      if (row(pass) >= Chunk || !span.holds(row(pass))) continue;
+      if (!inside(pass) || !span.holds(row(pass))) continue;
 #pragma unroll 1
       for (int i = 0; i < kPerLane; ++i) {
         store_packet<Arith, kPacket>(t, c.place(pass, i, bytes), width - packet(i) * kPacket,
@@ -116,129 +143,134 @@ struct Rows {
     }
   }
 
-  LA_DEVICE All values(i32 dtype) const {
-    All v;
+  LA_DEVICE Batch values(int batch, i32 dtype) const {
+    Batch v;
+    v.first = batch * kBatch;
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
+    for (int r = 0; r < kBatch; ++r) {
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) decode_packet(raw[pass][i], dtype, v.row[pass].x[i]);
+      for (int i = 0; i < kPerLane; ++i) decode_packet(raw[batch * kBatch + r][i], dtype, v.row[r].x[i]);
     }
     return v;
   }
 
-  // f(x, pass, column) for each element.
+  // f(x, r, column) for each element, r being the row's number in the batch.
   template <class F>
-  static LA_DEVICE void each(All& v, F f) {
+  static LA_DEVICE void each(Batch& v, F f) {
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
+    for (int r = 0; r < kBatch; ++r) {
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
 #pragma unroll
-        for (int j = 0; j < kPacket; ++j) f(v.row[pass].x[i][j], pass, packet(i) * kPacket + j);
+        for (int j = 0; j < kPacket; ++j) f(v.row[r].x[i][j], r, packet(i) * kPacket + j);
       }
     }
   }
 
-  static LA_DEVICE void sum_over_rows(Numbers& sum) {
+  // Each row's sum of products with vectors[r * stride].
+  static LA_DEVICE void dots(Acc (&sum)[kBatch], const Batch& v, const Values* vectors, int stride) {
 #pragma unroll
-    for (int mask = kLanes / 2; mask > 0; mask /= 2) {
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) sum.x[pass] += shuffle_xor(sum.x[pass], mask);
-    }
-  }
-
-  static LA_DEVICE Numbers squares(const All& v) { return dots(v, v.row, 1); }
-
-  // Each row's sum of products with vectors[pass * stride].
-  static LA_DEVICE Numbers dots(const All& v, const Values* vectors, int stride) {
-    Numbers sum;
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const Values& vector = vectors[pass * stride];
+    for (int r = 0; r < kBatch; ++r) {
+      const Values& vector = vectors[r * stride];
       Acc even = 0, odd = 0;
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
 #pragma unroll
         for (int j = 0; j < kPacket; j += 2) {
-          even = ptx::fma(v.row[pass].x[i][j], vector.x[i][j], even);
-          odd = ptx::fma(v.row[pass].x[i][j + 1], vector.x[i][j + 1], odd);
+          even = ptx::fma(v.row[r].x[i][j], vector.x[i][j], even);
+          odd = ptx::fma(v.row[r].x[i][j + 1], vector.x[i][j + 1], odd);
         }
       }
-      sum.x[pass] = even + odd;
+      sum[r] = even + odd;
     }
-    sum_over_rows(sum);
-    return sum;
+#pragma unroll
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+#pragma unroll
+      for (int r = 0; r < kBatch; ++r) sum[r] += shuffle_xor(sum[r], mask);
+    }
   }
 
-  static LA_DEVICE void scale(All& v, const Numbers& factor) {
-    each(v, [&](Acc& x, int pass, int) { x *= factor.x[pass]; });
+  static LA_DEVICE void scale(Batch& v, const Acc (&factor)[kBatch]) {
+    each(v, [&](Acc& x, int r, int) { x *= factor[r]; });
   }
 
-  // v / |v|; returns 1 / |v|. A zero row stays zero, with 0. Where the squares leave the range of Acc, rows are scaled by a
+  static LA_DEVICE void scale(Batch& v, const Numbers& factor) {
+    each(v, [&](Acc& x, int r, int) { x *= factor.x[v.first + r]; });
+  }
+
+  // v / |v|; leaves 1 / |v|. A zero row stays zero, with 0. Where the squares leave the range of Acc, rows are scaled by a
   // power of two before they are taken.
-  static LA_DEVICE Numbers normalise(All& v) {
+  static LA_DEVICE void normalise(Batch& v, Acc (&inverse)[kBatch]) {
     using R = Range<Acc>;
-    Numbers sum = squares(v), inverse;
+    Acc sum[kBatch];
+    dots(sum, v, v.row, 1);
     bool plain = true;
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) plain = plain && sum.x[pass] >= R::kSmall && sum.x[pass] <= R::kLarge;
+    for (int r = 0; r < kBatch; ++r) plain = plain && sum[r] >= R::kSmall && sum[r] <= R::kLarge;
     if (!warp_any(!plain)) {
 #pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) inverse.x[pass] = ptx::reciprocal_sqrt(sum.x[pass]);
+      for (int r = 0; r < kBatch; ++r) inverse[r] = ptx::reciprocal_sqrt(sum[r]);
       scale(v, inverse);
-      return inverse;
+      return;
     }
-    Numbers prescale;
+    Acc prescale[kBatch];
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      prescale.x[pass] = sum.x[pass] < R::kSmall ? R::kUp : sum.x[pass] > R::kLarge ? R::kDown : Acc(1);
-    }
+    for (int r = 0; r < kBatch; ++r) prescale[r] = sum[r] < R::kSmall ? R::kUp : sum[r] > R::kLarge ? R::kDown : Acc(1);
     scale(v, prescale);
-    sum = squares(v);
+    dots(sum, v, v.row, 1);
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {  // 0 for a zero row, NaN for NaN
-      inverse.x[pass] = sum.x[pass] > Acc(0) ? ptx::reciprocal_sqrt(sum.x[pass]) : sum.x[pass];
+    for (int r = 0; r < kBatch; ++r) {  // 0 for a zero row, NaN for NaN
+      inverse[r] = sum[r] > Acc(0) ? ptx::reciprocal_sqrt(sum[r]) : sum[r];
     }
     scale(v, inverse);
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) inverse.x[pass] *= prescale.x[pass];
-    return inverse;
+    for (int r = 0; r < kBatch; ++r) inverse[r] *= prescale[r];
   }
 
   // phi of each element; 0 outside the array, where phi(0) need not be 0.
   template <class Feature>
-  static LA_DEVICE void map(All& v, Span span, int width) {
-    each(v, [&](Acc& x, int pass, int column) {
+  static LA_DEVICE void map(Batch& v, Span span, int width) {
+    each(v, [&](Acc& x, int r, int column) {
+      const int at = row(v.first + r);
       const Acc y = Feature::value(x);
-      x = Feature::kZero || (row(pass) < Chunk && span.holds(row(pass)) && column < width) ? y : Acc(0);
+      x = Feature::kZero || (at < Chunk && span.holds(at) && column < width) ? y : Acc(0);
     });
   }
 
-  // Writes the columns of the tile, which begins at column `window` of the row, and leaves in v what the tile now holds:
-  // sums over rounded numbers must be sums of the rounded numbers.
+  // Writes the columns of the tile, which begins at column `window` of the row.
   template <class Tile>
-  static LA_DEVICE void store(const Tile& tile, All& v, int window = 0) {
+  static LA_DEVICE void store(const Tile& tile, const Batch& v, int window = 0) {
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
+    for (int r = 0; r < kBatch; ++r) {
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        const int at = packet(i) - window / kPacket;
-        const Word4 rounded = Arith::encode(v.row[pass].x[i]);
-        const bool inside = Tile::kWidth == Width || (at >= 0 && at < Tile::kWidth / kPacket);
-        if ((Chunk % kAtOnce == 0 || row(pass) < Chunk) && inside) {
-          *reinterpret_cast<Word4*>(tile.packet(row(pass), at)) = rounded;
-        }
-        decode_packet(rounded, Arith::kDType, v.row[pass].x[i]);
-      }
+      for (int i = 0; i < kPerLane; ++i) put(tile, v.first + r, i, window, Arith::encode(v.row[r].x[i]));
     }
   }
 
-  // One number a row, to vector[row].
-  static LA_DEVICE void store(Acc* vector, const Numbers& numbers) {
-    if (packet(0) != 0) return;
+  // Rows as they came, where the array's type is the tile's.
+  template <class Tile>
+  LA_DEVICE void store_raw(const Tile& tile) const {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      if (Chunk % kAtOnce == 0 || row(pass) < Chunk) vector[row(pass)] = numbers.x[pass];
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) put(tile, pass, i, 0, raw[pass][i]);
+    }
+  }
+
+  template <class Tile>
+  static LA_DEVICE void put(const Tile& tile, int pass, int i, int window, const Word4& value) {
+    const int at = packet(i) - window / kPacket;
+    if (inside(pass) && (Tile::kWidth == Width || (at >= 0 && at < Tile::kWidth / kPacket))) {
+      *reinterpret_cast<Word4*>(tile.packet(row(pass), at)) = value;
+    }
+  }
+
+  // One number for each row of a batch, to vector[row].
+  static LA_DEVICE void store(Acc* vector, int batch, const Acc* numbers) {
+    if (packet(0) != 0) return;
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) {
+      if (inside(batch * kBatch + r)) vector[row(batch * kBatch + r)] = numbers[r];
     }
   }
 
@@ -246,9 +278,12 @@ struct Rows {
   static LA_DEVICE Numbers fetch(const RowVector& from, i64 head, Span span, Acc otherwise) {
     Numbers numbers;
 #pragma unroll
+    for (Acc& x : numbers.x) x = otherwise;
+    if (from.data == 0) return numbers;
+    const Acc* at = reinterpret_cast<const Acc*>(from.data) + head + span.first + row(0) + unknown_zero();
+#pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const bool exists = row(pass) < Chunk && span.holds(row(pass)) && from.data != 0;
-      numbers.x[pass] = exists ? load_number<Acc>(from.data, head + span.first + row(pass)) : otherwise;
+      if (inside(pass) && span.holds(row(pass))) load_number(at + pass * kAtOnce, numbers.x[pass]);
     }
     return numbers;
   }
@@ -271,25 +306,26 @@ struct Rows {
     }
   }
 
-  // sum += weight[row] v[row], over this lane's rows. Rows that do not exist are zeros.
-  static LA_DEVICE void add(Values& sum, const All& v, const Numbers& weight) {
+  // sum += v[row], or weight[row] v[row], over this lane's rows. Rows that do not exist are zeros.
+  static LA_DEVICE void add(Values& sum, const Batch& v) {
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
+    for (int r = 0; r < kBatch; ++r) {
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
 #pragma unroll
-        for (int j = 0; j < kPacket; ++j) {
-          sum.x[i][j] = ptx::fma(weight.x[pass], v.row[pass].x[i][j], sum.x[i][j]);
-        }
+        for (int j = 0; j < kPacket; ++j) sum.x[i][j] += v.row[r].x[i][j];
       }
     }
   }
-
-  static LA_DEVICE Numbers same(Acc x) {
-    Numbers numbers;
+  static LA_DEVICE void add(Values& sum, const Batch& v, const Numbers& weight) {
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) numbers.x[pass] = x;
-    return numbers;
+    for (int r = 0; r < kBatch; ++r) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+#pragma unroll
+        for (int j = 0; j < kPacket; ++j) sum.x[i][j] = ptx::fma(weight.x[v.first + r], v.row[r].x[i][j], sum.x[i][j]);
+      }
+    }
   }
 
   // A warp's sum of each of `Window` columns from `window`, to partial[warp][column].
@@ -311,7 +347,7 @@ struct Rows {
           Vector part;
 #pragma unroll
           for (int x = 0; x < kVector; ++x) part.x[x] = sum.x[i][j + x];
-          *reinterpret_cast<Vector*>(partial + warp_id() * Window + at + j) = part;
+          *reinterpret_cast<Vector*>(partial + static_cast<int>(id() / 32) * Window + at + j) = part;
         }
       }
     }

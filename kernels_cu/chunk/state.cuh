@@ -25,16 +25,16 @@ struct StateCells {
   using Cells = typename Products<Config>::State;
 
   template <class F>
-  static LA_DEVICE void each(Cells& cells, const Params& p, int column0, F f) {
+  static LA_DEVICE void each(Cells& cells, const Params& p, int column0, int inner0, F f) {
     const int columns = KeyFeatures ? p.e : p.d, inners = KeyFeatures ? p.d : p.e;
 #pragma unroll
     for (int n = 0; n < Config::kSlices; ++n) {
       const int column = column0 + Products<Config>::first_column() + n * 8 + lane_row();
 #pragma unroll
-      for (int k = 0; k < Products<Config>::kOwnInner / 8; ++k) {
+      for (int k = 0; k < Config::kInner / 8; ++k) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const int inner = Products<Config>::first_inner() + k * 8 + lane_column() + j;
+          const int inner = inner0 + k * 8 + lane_column() + j;
           const bool exists = column < columns && inner < inners;
           const i64 index = KeyFeatures ? static_cast<i64>(inner) * p.e + column : static_cast<i64>(column) * p.e + inner;
           f(cells[n][k].x[j], exists, index);
@@ -47,16 +47,16 @@ struct StateCells {
 #pragma unroll
     for (int n = 0; n < Config::kSlices; ++n) {
 #pragma unroll
-      for (int k = 0; k < Products<Config>::kOwnInner / 8; ++k) cells[n][k] = {{Acc(0), Acc(0)}};
+      for (int k = 0; k < Config::kInner / 8; ++k) cells[n][k] = {{Acc(0), Acc(0)}};
     }
   }
 
   static LA_DEVICE void read(Cells& cells, const Params& p, u64 kv, int column0) {
-    each(cells, p, column0, [kv](Acc& x, bool exists, i64 index) { x = exists ? load_number<Acc>(kv, index) : Acc(0); });
+    each(cells, p, column0, 0, [kv](Acc& x, bool exists, i64 index) { x = exists ? load_number<Acc>(kv, index) : Acc(0); });
   }
 
-  static LA_DEVICE void write(Cells& cells, const Params& p, u64 kv, int column0) {
-    each(cells, p, column0, [kv](Acc& x, bool exists, i64 index) { if (exists) store_number(kv, index, x); });
+  static LA_DEVICE void write(Cells& cells, const Params& p, u64 kv, int column0, int inner0 = 0) {
+    each(cells, p, column0, inner0, [kv](Acc& x, bool exists, i64 index) { if (exists) store_number(kv, index, x); });
   }
 };
 

@@ -10,6 +10,9 @@ LA_DEVICE i32 block() { return static_cast<i32>(blockIdx.x); }
 LA_DEVICE void sync_block() { __syncthreads(); }
 LA_DEVICE void sync_warp() { __syncwarp(); }
 
+// A barrier for `count` threads of the block, whole warps: 0 is that of sync_block.
+LA_DEVICE void sync_named(i32 id, i32 count) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(count) : "memory"); }
+
 template <class T>
 LA_DEVICE T shuffle_xor(T value, i32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 

@@ -86,7 +86,9 @@ class Backend:
             if state is None:
                 continue
             layouts = getattr(problem, name)
-            for part, x, layout, inner in zip(STATE_FIELDS, state, layouts, (2, 1, 1, 0), strict=True):
+            for part, x, layout, inner in zip(
+                STATE_FIELDS, state, layouts, (2, 1, 1, 0), strict=True
+            ):
                 if not state_part_fits(layout, inner, problem.state_dtype):
                     x = np.array(x, dtype, order="C")
                 buffers[f"{name}.{part}"] = x
@@ -109,7 +111,12 @@ class Backend:
             record = fill(launch.record, launch.pointers, launch.aligned, buffers, _address)
             spec = launch.spec
             library.launch(
-                spec.name, launch.grid, spec.threads, spec.shared_bytes, bytes(record), order=self.order
+                spec.name,
+                launch.grid,
+                spec.threads,
+                spec.shared_bytes,
+                bytes(record),
+                order=self.order,
             )
         self.reduce(plan, buffers)
 

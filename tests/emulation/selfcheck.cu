@@ -116,8 +116,8 @@ struct Maths {
   static LA_DEVICE void run(const u32* in, u32* out, i32) {
     const float x = as_float(in[0]);
     const double z = x;
-    const float f[3] = {ptx::exp(x), ptx::sqrt(x), ptx::fma(x, x, x)};
-    const double d[3] = {ptx::exp(z), ptx::sqrt(z), ptx::fma(z, z, z)};
+    const float f[3] = {ptx::exp(x), ptx::reciprocal_sqrt(x), ptx::fma(x, x, x)};
+    const double d[3] = {ptx::exp(z), ptx::reciprocal_sqrt(z), ptx::fma(z, z, z)};
     for (int i = 0; i < 3; ++i) {
       out[i] = as_bits(f[i]);
       out[4 + 2 * i] = low_word(d[i]);
@@ -232,6 +232,27 @@ LA_KERNEL(64, 1) faulty(LA_GRID_CONSTANT const FaultParams params) {
   }
   if constexpr (kFault == 18) params.out[16 + zero] = 1.f;  // launched with 16 floats and a fence
   if constexpr (kFault == 19) params.out[zero - 1] = 1.f;
+  if constexpr (kFault == 20) {
+    if (t < 32) sync_named(1, 64);
+    else sync_named(2, 64);
+  }
+  if constexpr (kFault == 21) {
+    if (t < 32) sync_named(1, 64);
+    else sync_block();
+  }
+  if constexpr (kFault == 22) sync_named(1, t < 32 ? 64 : 32);
+  if constexpr (kFault == 23) sync_named(1, t % 2 ? 64 : 32);
+  if constexpr (kFault == 24) sync_named(1 + t % 2, 64);
+  if constexpr (kFault == 25) sync_named(1, 32);
+  if constexpr (kFault == 26) {
+    if (t < 32) sync_named(1, 64);
+  }
+  if constexpr (kFault == 27) {
+    if (t % 32 == 3) sync_named(1, 64);
+    else sync_named(1, 64);
+  }
+  if constexpr (kFault == 28) sync_named(zero, 64);
+  if constexpr (kFault == 29) sync_named(1, 48);
 }
 
 // Neighbouring warps exchange a number through shared memory; the barrier between is optional.
@@ -241,6 +262,48 @@ LA_KERNEL(64, 1) exchange(LA_GRID_CONSTANT const FaultParams params) {
   shared[thread()] = static_cast<float>(thread());
   if constexpr (kBarrier) sync_block();
   params.out[64 * block() + thread()] = shared[(thread() + 32) % 64];
+}
+
+// Two groups of two warps with loops of their own. What the first group exchanges goes to the
+// second, by two halves of a mailbox, and is exchanged there again: lane by lane it is what began.
+template <bool kBarrier>
+LA_KERNEL(128, 1) roles(LA_GRID_CONSTANT const FaultParams params) {
+  constexpr int kTurns = 5;
+  float* shared = reinterpret_cast<float*>(dynamic_shared());
+  const int t = thread() % 64, other = (t + 32) % 64;
+  float *mailbox = shared, *mine = shared + 128 + thread() / 64 * 64;
+  if (thread() < 64) {
+    for (int turn = 0; turn < kTurns; ++turn) {
+      mine[t] = static_cast<float>(t + 100 * turn);
+      if constexpr (kBarrier) sync_named(1, 64);
+      mailbox[turn % 2 * 64 + t] = mine[other];
+      sync_named(3, 128);
+    }
+  } else {
+    float sum = 0.f;
+    for (int turn = 0; turn < kTurns; ++turn) {
+      sync_named(3, 128);
+      mine[t] = mailbox[turn % 2 * 64 + t];
+      sync_named(2, 64);
+      sum += mine[other];
+      sync_named(2, 64);
+    }
+    params.out[t] = sum;
+  }
+}
+
+// The first and the third warp meet, and the second has nothing to do with it; in the last turn the
+// third may be gone.
+template <bool kLeaves>
+LA_KERNEL(128, 1) bystander(LA_GRID_CONSTANT const FaultParams params) {
+  const int warp = thread() / 32;
+  if (warp == 1) return;
+  for (int turn = 0; turn < 3; ++turn) {
+    if (kLeaves && turn == 2 && warp == 2) return;
+    if (warp != 3) sync_named(15, 64);
+  }
+  if (warp == 0) params.out[thread()] = 1.f;
+  if (warp == 3) sync_named(1, 32);
 }
 
 // Reads what nothing has written: shared memory is NaN at the start of every block.

@@ -108,14 +108,13 @@ inline bool refuse(const char* what, long arrived, long allowed) {
 }
 
 inline bool run_block(const Pages& stacks) {
-  machine.at_barrier = 0;
+  release_block();
   for (int i = 0; i < machine.thread_count; ++i) {
     // Stacks a power of two apart would all fall into the same few sets of the caches.
     const std::size_t colour = static_cast<std::size_t>(i % 64) * 320;
     unsigned char* stack = stacks.begin() + i * stack_bytes;
     make_context(machine.threads[i].context, stack, stack_bytes - colour, thread_main);
   }
-  for (int w = 0; w < machine.warp_count; ++w) machine.warps[w] = Warp{all_lanes, 0, 0, 0};
   machine.current = first_ready();
   switch_context(machine.launcher, machine.threads[machine.current].context);
   return !machine.failed;

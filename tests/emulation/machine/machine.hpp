@@ -2,9 +2,9 @@
 //
 // Every CUDA thread is a fiber that runs until it must wait for others: at a warp collective
 // (shuffle, vote, ldmatrix, mma, sync_warp) for the 32 lanes of its warp, at sync_block for the
-// whole block. The last lane to arrive does the work of all, and the lanes go on one after the
-// other. Whatever hardware would answer with a hang or with garbage is a fault here: it ends the
-// launch with a message.
+// whole block, at sync_named for as many warps as it says. The last lane to arrive does the work of
+// all, and the lanes go on one after the other. Whatever hardware would answer with a hang or with
+// garbage is a fault here: it ends the launch with a message.
 #pragma once
 #include <cstdarg>
 #include <cstdio>
@@ -24,6 +24,7 @@ using u32 = unsigned int;
 constexpr int warp_size = 32;
 constexpr int max_threads = 1024;
 constexpr u32 all_lanes = 0xffffffffu;
+constexpr int named_barriers = 16;  // of a block; number 0 is that of sync_block
 
 // Where and what a thread waits for. The place is part of it: lanes that meet in the same operation
 // from different lines have diverged, which hardware need not forgive.
@@ -35,7 +36,14 @@ struct Site {
 
 // Bit l of each mask is lane l; every lane is in exactly one of them.
 struct Warp {
-  u32 ready, at_collective, at_barrier, returned;
+  u32 ready, at_collective, at_barrier, at_named, returned;
+};
+
+// A barrier of sync_named. Bit w of each mask is warp w.
+struct Named {
+  int count;    // threads it is for, as the last to come said
+  u32 waiting;  // never enough for `count`: the last to arrive lets all go
+  u32 group;    // who met here last, for the same count and since the last sync_block; 0: nobody
 };
 
 struct Thread {
@@ -47,6 +55,7 @@ struct Thread {
 struct Machine {
   Thread threads[max_threads];
   Warp warps[max_threads / warp_size];
+  Named named[named_barriers];
   int thread_count, warp_count, block;
   int current;     // the thread that runs
   int at_barrier;  // threads of the block that wait at sync_block
@@ -102,6 +111,13 @@ static Machine machine;
        mine.line, warp * warp_size + __builtin_ctz(others));
 }
 
+// This thread and another are at the same barrier, for different numbers of threads.
+[[noreturn, gnu::cold]] static void fail_count(const Site& mine, int count, int thread, int other) {
+  const Site& site = machine.threads[thread].site;
+  fail("is at %s (%s:%d) for %d threads, but thread %d waits there (%s:%d) for %d", mine.operation,
+       mine.file, mine.line, count, thread, site.file, site.line, other);
+}
+
 // Nearly always the very same literals, so the texts are not compared.
 LA_EMULATION_INLINE bool same_text(const char* x, const char* y) {
   return x == y || std::strcmp(x, y) == 0;
@@ -109,6 +125,26 @@ LA_EMULATION_INLINE bool same_text(const char* x, const char* y) {
 
 LA_EMULATION_INLINE bool same(const Site& x, const Site& y) {
   return x.line == y.line && same_text(x.operation, y.operation) && same_text(x.file, y.file);
+}
+
+// Nobody can run, and not all have returned. Then all threads of a warp wait at the same place, or
+// all have returned.
+[[noreturn, gnu::cold]] static void fail_deadlock() {
+  char places[sizeof machine.message - 100] = "";  // what does not fit is left out
+  std::size_t used = 0;
+  for (int first = 0, end; first < machine.warp_count && used < sizeof places; first = end) {
+    end = first + 1;
+    if (machine.warps[first].returned) continue;
+    const Site& site = machine.threads[first * warp_size].site;
+    while (end < machine.warp_count && !machine.warps[end].returned &&
+           same(machine.threads[end * warp_size].site, site))
+      ++end;
+    used += std::snprintf(places + used, sizeof places - used,
+                          "%s threads %d to %d wait at %s (%s:%d)", used ? "," : "",
+                          first * warp_size, end * warp_size - 1, site.operation, site.file,
+                          site.line);
+  }
+  fail("was the last that could run, a deadlock:%s", places);
 }
 
 // The waiting threads of a warp must have come to the same place as this one.
@@ -125,7 +161,7 @@ LA_EMULATION_INLINE int pick(int warp) {
   return warp * warp_size + (machine.reverse ? 31 - __builtin_clz(ready) : __builtin_ctz(ready));
 }
 
-// The first warp that can run goes first, and runs until all of it waits at sync_block. So the
+// The first warp that can run goes first, and runs until all of it waits at a barrier. So the
 // order in a phase between two barriers is always the same and `reverse` is its exact opposite:
 // where a barrier is missing, one of the two orders reads what was not yet written, or what was
 // already overwritten.
@@ -144,6 +180,13 @@ LA_EMULATION_INLINE void run(int next) {
   switch_context(machine.threads[from].context, machine.threads[next].context);
 }
 
+// All of the warp of this thread has gone as far as it can: the first that can run goes on.
+inline void run_other_warp() {
+  const int next = first_ready();
+  if (next == none) fail_deadlock();
+  run(next);
+}
+
 // What the 32 lanes of a warp brought to a collective, in lane order.
 template <class Operands>
 struct Lanes {
@@ -153,22 +196,29 @@ struct Lanes {
   }
 };
 
-// One function for all collectives and all their calls: kernels unroll many of them.
-LA_EMULATION_HOT [[gnu::noinline]] static void meet_warp(const Site& site, void* operands,
-                                                         void (*work)(void* const* all_operands)) {
+// This lane waits for the others of its warp. Whether they are all here now.
+LA_EMULATION_INLINE bool join_warp(const Site& site, void* operands) {
   const int warp_index = machine.current / warp_size;
   const u32 lane = 1u << machine.current % warp_size;
   Warp& warp = machine.warps[warp_index];
   if (warp.returned) fail_returned(site, warp_index, warp.returned);
   if (warp.at_barrier) fail_diverged(site, warp_index, warp.at_barrier);
   check_meeting(site, warp_index, warp.at_collective);
-  Thread* threads = machine.threads + warp_index * warp_size;
   Thread& thread = machine.threads[machine.current];
   thread.site = site;
   thread.operands = operands;
   warp.ready &= ~lane;
   warp.at_collective |= lane;
-  if (warp.at_collective == all_lanes) {
+  return warp.at_collective == all_lanes;
+}
+
+// One function for all collectives and all their calls: kernels unroll many of them.
+LA_EMULATION_HOT [[gnu::noinline]] static void meet_warp(const Site& site, void* operands,
+                                                         void (*work)(void* const* all_operands)) {
+  const int warp_index = machine.current / warp_size;
+  if (join_warp(site, operands)) {
+    Warp& warp = machine.warps[warp_index];
+    Thread* threads = machine.threads + warp_index * warp_size;
     void* all[warp_size];
     for (int i = 0; i < warp_size; ++i) all[i] = threads[i].operands;
     work(all);
@@ -185,6 +235,13 @@ inline void warp_collective(const Site& site, Operands& mine) {
   meet_warp(site, &mine, [](void* const* all) { work(Lanes<Operands>{all}); });
 }
 
+// At the start of a block, and when all of it has come to sync_block.
+inline void release_block() {
+  machine.at_barrier = 0;
+  for (int w = 0; w < machine.warp_count; ++w) machine.warps[w] = Warp{all_lanes, 0, 0, 0, 0};
+  for (Named& barrier : machine.named) barrier = Named{};
+}
+
 [[gnu::noinline]] static void block_barrier(const Site& site) {
   const int warp_index = machine.current / warp_size;
   const u32 lane = 1u << machine.current % warp_size;
@@ -198,13 +255,86 @@ inline void warp_collective(const Site& site, Operands& mine) {
   warp.ready &= ~lane;
   warp.at_barrier |= lane;
   if (++machine.at_barrier == machine.thread_count) {
-    machine.at_barrier = 0;
-    for (int w = 0; w < machine.warp_count; ++w) machine.warps[w] = Warp{all_lanes, 0, 0, 0};
+    release_block();
     run(first_ready());
     return;
   }
   const int next = pick(warp_index);
-  run(next != none ? next : first_ready());  // never none: the thread that is missing is ready
+  if (next != none) run(next);
+  else run_other_warp();
+}
+
+// Where a thread waits tells named barriers apart by this name.
+inline const char* named_operation(int id) {
+  static const char* const operations[named_barriers] = {
+      "",              "sync_named 1",  "sync_named 2",  "sync_named 3",
+      "sync_named 4",  "sync_named 5",  "sync_named 6",  "sync_named 7",
+      "sync_named 8",  "sync_named 9",  "sync_named 10", "sync_named 11",
+      "sync_named 12", "sync_named 13", "sync_named 14", "sync_named 15"};
+  return operations[id];
+}
+
+// The warp `warp` is at a named barrier, all of it: may it be?
+static void check_named(const Named& barrier, const Site& site, int warp, int count) {
+  const Thread* threads = machine.threads + warp * warp_size;
+  for (int i = 0; i < warp_size; ++i)
+    if (const int other = *static_cast<int*>(threads[i].operands); other != count)
+      fail_count(site, count, warp * warp_size + i, other);
+  if (barrier.waiting && barrier.count != count)
+    fail_count(site, count, __builtin_ctz(barrier.waiting) * warp_size, barrier.count);
+  if (barrier.count == count && barrier.group && !(barrier.group >> warp & 1))
+    fail("is one more than the %d threads of %s (%s:%d): thread %d and others met there without it",
+         count, site.operation, site.file, site.line, __builtin_ctz(barrier.group) * warp_size);
+}
+
+// A warp that the barrier waits for in vain, as it (or a lane of it) has returned: one of its
+// group, or any where too few are left to fill the barrier.
+static int missing_warp(const Named& barrier) {
+  int left = 0, missing = none;
+  for (int w = 0; w < machine.warp_count; ++w) {
+    if (!machine.warps[w].returned) left += warp_size;
+    else if (barrier.group >> w & 1) return w;
+    else missing = w;
+  }
+  return left < barrier.count ? missing : none;
+}
+
+// The lanes of a warp meet first, at one place of the kernel; then the warps, which may come from
+// different places. Between two sync_block those that meet at a barrier are always the same ones as
+// long as `count` is: with others, who meets whom would be left to chance.
+[[gnu::noinline]] static void named_barrier(int id, int count, const char* file, int line) {
+  if (id < 1 || id >= named_barriers)
+    fail("is at sync_named %d (%s:%d), allowed: 1 to %d", id, file, line, named_barriers - 1);
+  const Site site = {named_operation(id), file, line};
+  if (count < warp_size || count % warp_size || count > machine.thread_count)
+    fail("is at %s (%s:%d) for %d threads, allowed: multiples of 32 up to %d", site.operation, file,
+         line, count, machine.thread_count);
+  const int warp_index = machine.current / warp_size;
+  if (!join_warp(site, &count)) {
+    run(pick(warp_index));
+    return;
+  }
+  Named& barrier = machine.named[id];
+  check_named(barrier, site, warp_index, count);
+  if (barrier.count != count) barrier = Named{count, 0, 0};
+  barrier.waiting |= 1u << warp_index;
+  machine.warps[warp_index] = Warp{0, 0, 0, all_lanes, 0};
+  if (__builtin_popcount(barrier.waiting) * warp_size == count) {
+    for (int w = 0; w < machine.warp_count; ++w)
+      if (barrier.waiting >> w & 1) machine.warps[w] = Warp{all_lanes, 0, 0, 0, 0};
+    barrier.group = barrier.waiting;
+    barrier.waiting = 0;
+  } else if (const int missing = missing_warp(barrier); missing != none) {
+    fail_returned(site, missing, machine.warps[missing].returned);
+  }
+  run_other_warp();
+}
+
+// A thread has returned: a fault where others wait for it.
+static void check_named_return() {
+  for (const Named& barrier : machine.named)
+    if (barrier.waiting && missing_warp(barrier) != none)
+      fail_missed(__builtin_ctz(barrier.waiting), all_lanes);
 }
 
 // What a fiber runs: the kernel, then the hand-over to whoever is left.
@@ -218,9 +348,10 @@ inline void warp_collective(const Site& site, Operands& mine) {
   const u32 lane = 1u << machine.current % warp_size;
   warp.ready &= ~lane;
   warp.returned |= lane;
-  int next = pick(warp_index);
-  if (next == none) next = first_ready();
-  if (next != none) run(next);
+  check_named_return();
+  if (const int next = pick(warp_index); next != none) run(next);
+  for (int w = 0; w < machine.warp_count; ++w)
+    if (machine.warps[w].returned != all_lanes) run_other_warp();
   switch_context(machine.threads[machine.current].context, machine.launcher);
   __builtin_unreachable();  // nobody runs a thread that has returned
 }

@@ -35,6 +35,10 @@ inline i32 block() { return emulation::machine.block; }
 
 inline void sync_block(LA_EMULATION_SITE) { emulation::block_barrier({"sync_block", file, line}); }
 
+inline void sync_named(i32 id, i32 count, LA_EMULATION_SITE) {
+  emulation::named_barrier(id, count, file, line);
+}
+
 inline void sync_warp(LA_EMULATION_SITE) {
   emulation::Nothing nothing;
   emulation::warp_collective<emulation::do_nothing>({"sync_warp", file, line}, nothing);

@@ -1,0 +1,86 @@
+"""Compiling ahead: which kernels a choice of types and widths needs, and all of them at once."""
+
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from . import compile, dtypes
+from .checks import FEATURE_MAPS
+from .device import DeviceInfo
+from .kernels import Spec
+from .plan import backward_plan, forward_plan
+from .problem import backward_problem, forward_problem
+from .results import Array, State
+
+KINDS = ("bfloat16", "float16", "float32", "tf32", "float64")
+"""Types of arithmetic to compile for; "tf32" is float32 with precision="tf32"."""
+STANDARD_KINDS = ("bfloat16", "float16", "float32")
+STANDARD_WIDTHS = (64, 128)
+STANDARD_FEATURES = ("identity",)
+ALL_WIDTHS = (32, 64, 128, 256)
+ALL_FEATURES = tuple(FEATURE_MAPS)
+
+_LENGTH = 1 << 20
+"""Long enough for a plan to cut the sequence into segments: then every kernel takes part."""
+
+
+def specs(device: DeviceInfo, kind: str, width: int, feature: str) -> list[Spec]:
+    """The kernels for D = E = `width`, causal or not, forward and backward, with states.
+
+    Lengths, batches, strides and the other options need no kernels of their own, and neither
+    does a width that is padded to the same power of two.
+    """
+    dtype = "float32" if kind == "tf32" else kind
+    sums = dtypes.state_dtype(dtype)
+    rows = _stand_in(dtype, 1, _LENGTH, width)
+    state = State(*(_stand_in(sums, 1, *own) for own in ((width, width), (width,), (width,), ())))
+    found: dict[Spec, None] = {}
+    for causal in (False, True):
+        options: dict[str, Any] = {
+            "causal": causal,
+            "feature_map": feature,
+            "precision": "tf32" if kind == "tf32" else "highest",
+            "initial_state": state,
+        }
+        forward = forward_problem(rows, rows, rows, **options)
+        backward = backward_problem(rows, rows, rows, rows, dstate=state, **options)
+        for plan in (forward_plan(forward, device, True), backward_plan(backward, device, True)):
+            found |= {launch.spec: None for launch in plan.launches}
+    return list(found)
+
+
+def choices(
+    device: DeviceInfo,
+    kinds: Iterable[str] = STANDARD_KINDS,
+    widths: Iterable[int] = STANDARD_WIDTHS,
+    features: Iterable[str] = STANDARD_FEATURES,
+) -> dict[str, list[Spec]]:
+    """{"bfloat16, width 64, identity": its kernels}; a kernel may be in several."""
+    return {
+        f"{kind}, width {width}, {feature}": specs(device, kind, width, feature)
+        for kind, width, feature in product(kinds, widths, features)
+    }
+
+
+def compile_all(specs: Iterable[Spec], device: int, workers: int | None = None) -> Iterator[Spec]:
+    """Load the kernels on CUDA device `device`, in threads; yields each as it is ready."""
+    distinct = list(dict.fromkeys(specs))
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        waiting = {pool.submit(compile.kernel, spec, device): spec for spec in distinct}
+        try:
+            for done in as_completed(waiting):
+                done.result()
+                yield waiting[done]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _stand_in(dtype: str, *shape: int) -> Array:
+    """An array of this shape that takes the memory of its last axis."""
+    last = shape[-1:] if prod(shape) else ()
+    return np.broadcast_to(np.zeros(last, dtypes.numpy_dtype(dtype)), shape)

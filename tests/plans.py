@@ -1,0 +1,146 @@
+"""Plans of invented problems, and what must hold for every plan."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import numpy as np
+from cases import DTYPES, Case, make_inputs
+
+from la_cupy.device import DeviceInfo
+from la_cupy.kernels import ScanSpec, Spec, StateSpec, SweepSpec
+from la_cupy.params import PARAMS, SCAN_PARAMS, SCAN_WIDTH
+from la_cupy.plan import Plan, backward_plan, forward_plan
+from la_cupy.problem import Problem, backward_problem, forward_problem
+from la_cupy.records import Launch
+
+GRID_LIMIT = 2**31 - 1
+
+
+def array(*shape: int, dtype: str = "bfloat16") -> Any:
+    """A contiguous array as a plan sees it: shape and strides; of memory it has one element."""
+    kind = DTYPES[dtype]
+    strides = [kind.itemsize * prod(shape[i + 1 :]) for i in range(len(shape))]
+    one = np.zeros(1, kind)
+    return np.lib.stride_tricks.as_strided(one, shape, strides, writeable=False)
+
+
+def problems(
+    lead: tuple[int, ...] = (2,),
+    n: int = 100,
+    m: int | None = None,
+    d: int = 64,
+    e: int | None = None,
+    *,
+    dtype: str = "bfloat16",
+    kv_lead: tuple[int, ...] | None = None,
+    **options: Any,
+) -> tuple[Problem, Problem]:
+    """Forward and backward."""
+    kv_lead = lead if kv_lead is None else kv_lead
+    m, e = n if m is None else m, d if e is None else e
+    q, dout = array(*lead, n, d, dtype=dtype), array(*lead, n, e, dtype=dtype)
+    k, v = array(*kv_lead, m, d, dtype=dtype), array(*kv_lead, m, e, dtype=dtype)
+    return forward_problem(q, k, v, **options), backward_problem(dout, q, k, v, **options)
+
+
+def plans(device: DeviceInfo, *shape: Any, want_state: bool = True, **options: Any) -> list[Plan]:
+    """Forward; backward with den passed and without."""
+    forward, backward = problems(*shape, **options)
+    return [
+        forward_plan(forward, device, want_state),
+        backward_plan(backward, device, has_normalizer=True),
+        backward_plan(backward, device),
+    ]
+
+
+def case_plans(case: Case, device: DeviceInfo) -> list[Plan]:
+    x = make_inputs(case)
+    options = {**case.options, "initial_state": x.initial_state}
+    forward = forward_problem(x.q, x.k, x.v, **options)
+    backward = backward_problem(x.dout, x.q, x.k, x.v, dstate=x.dstate, **options)
+    return [
+        forward_plan(forward, device, True),
+        backward_plan(backward, device, True),
+        backward_plan(backward, device),
+    ]
+
+
+def record(launch: Launch) -> Any:
+    dtype = SCAN_PARAMS if isinstance(launch.spec, ScanSpec) else PARAMS
+    return np.frombuffer(launch.record, dtype)[0]
+
+
+# --- what holds for every plan
+
+
+def assert_runnable(plan: Plan) -> None:
+    """Each launch fits the device, and its blocks cover all there is, once."""
+    made = {*plan.outputs, *plan.workspace, *plan.copies}
+    given = {"q", "k", "v", "dout", "den", "out"}
+    for launch in plan.launches:
+        spec, p = launch.spec, record(launch)
+        assert 0 < launch.grid <= GRID_LIMIT, f"{spec.name}: {launch.grid} blocks"
+        assert_fits(spec, plan.device)
+        names = {name for _, name, _ in launch.pointers}
+        strange = {
+            x for x in names - made - given if not x.startswith(("initial_state.", "dstate."))
+        }
+        assert not strange, f"{spec.name} uses {strange}, which nobody makes"
+        heads = prod(p["size"][: p["rank"] if isinstance(spec, ScanSpec) else p["outer"]].tolist())
+        if isinstance(spec, ScanSpec):
+            numbers = int(p["d"]) * int(p["e"]) + int(p["d"]) + int(p["e"]) + 1
+            assert launch.grid == heads * -(-numbers // SCAN_WIDTH)
+        else:
+            assert launch.grid == heads * int(p["segments"]) * int(p["splits"])
+            assert_covers_columns(plan.problem, spec, p)
+            assert_covers_rows(plan, spec, p)
+
+
+def assert_fits(spec: Spec, device: DeviceInfo) -> None:
+    assert spec.shared_bytes <= device.shared_per_block, f"{spec.name} on {device}"
+    assert spec.threads % 32 == 0 and 32 <= spec.threads <= 1024, spec.name
+
+
+def width_of_result(problem: Problem, spec: SweepSpec | StateSpec) -> int:
+    over_d = isinstance(spec, SweepSpec) and spec.role in ("GradQ", "GradK")
+    return problem.d if over_d else problem.e
+
+
+def assert_covers_columns(problem: Problem, spec: SweepSpec | StateSpec, p: Any) -> None:
+    width, splits = width_of_result(problem, spec), int(p["splits"])
+    assert (splits - 1) * spec.columns < width <= splits * spec.columns, (
+        f"{spec.name}: {splits} splits of {spec.columns} columns for {width}"
+    )
+    inner = problem.d + problem.e - width if isinstance(spec, SweepSpec) else problem.d
+    assert spec.inner >= inner, f"{spec.name}: {inner} inner columns"
+
+
+def span(plan: Plan, p: Any, chunk: int, queries: bool, segment: int) -> tuple[int, int]:
+    """[begin, end) of the rows that the blocks of one segment treat, as chunk/block.cuh has it."""
+    each, chunks = int(p["chunks_per_segment"]), int(p["chunks"])
+    first, last = segment * each, min(chunks, (segment + 1) * each)
+    assert first < last or chunks == 0, "a segment without chunks"
+    shift = int(p["query_shift"]) if queries else 0
+    rows = plan.problem.n if queries else plan.problem.m
+    begin, end = (int(p["origin"]) + x * chunk - shift for x in (first, last))
+    return max(0, min(begin, rows)), max(0, min(end, rows))
+
+
+def assert_covers_rows(plan: Plan, spec: SweepSpec | StateSpec, p: Any) -> None:
+    """Segment after segment, with no row between two of them and none in both."""
+    problem = plan.problem
+    if isinstance(spec, StateSpec):
+        queries = (spec.reversed,)  # the piece that nobody reads may be left out
+    else:
+        rows = spec.role in ("Forward", "GradQ")
+        queries = (False, True) if spec.causal else (rows,)
+    for is_query in queries:
+        spans = [span(plan, p, spec.chunk, is_query, i) for i in range(int(p["segments"]))]
+        for (_, end), (begin, _) in pairwise(spans):
+            assert begin == end, f"{spec.name}: {spans}"
+        if isinstance(spec, SweepSpec):
+            whole = (0, problem.n if is_query else problem.m)
+            assert (spans[0][0], spans[-1][1]) == whole, f"{spec.name}: {spans} of {whole}"

@@ -1,0 +1,124 @@
+"""Invented GPUs, every specialisation that plans can choose on them, and small covers of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import combinations, product
+
+from la_cupy.device import DeviceInfo
+from la_cupy.kernels import (
+    ARITHMETIC,
+    FEATURES,
+    ROLES,
+    NoKernelError,
+    ScanSpec,
+    StateSpec,
+    SweepSpec,
+    state_spec,
+    sweep_spec,
+)
+
+A100 = DeviceInfo("A100", 80, 108, 166912, 167936)
+L40 = DeviceInfo("L40", 89, 142, 101376, 102400)
+H200 = DeviceInfo("H200", 90, 132, 232448, 233472)
+B200 = DeviceInfo("B200", 100, 148, 232448, 233472)
+RTX50 = DeviceInfo("RTX 5090", 120, 170, 101376, 102400)
+DEVICES = (A100, L40, H200, B200, RTX50)
+
+ARITHMETICS = (*dict.fromkeys((*ARITHMETIC.values(), "Tf32x3")),)
+KERNELS = (
+    *((role, causal) for role in ROLES for causal in (False, True)),
+    ("keys", False),
+    ("queries", False),
+)
+"""(role of `sweep`, causal), or what `accumulate` sums over."""
+
+MatrixSpec = SweepSpec | StateSpec
+
+
+def matrix_spec(
+    kernel: tuple[str, bool], arith: str, feature: str, d: int, e: int, device: DeviceInfo
+) -> MatrixSpec:
+    """What a plan takes for one of KERNELS."""
+    role, causal = kernel
+    if role in ROLES:
+        return sweep_spec(role, arith, feature, d, e, causal, device)
+    return state_spec(arith, feature, d, e, role == "queries", device)
+
+
+@cache
+def widths(arith: str, device: DeviceInfo) -> tuple[int, ...]:
+    """The largest of the widths 1 .. 256 in each class of widths that plans treat alike."""
+
+    def treatment(width: int) -> list[MatrixSpec | None]:
+        pairs = product(KERNELS, ((width, 1), (1, width)))
+        return [_spec(kernel, arith, "identity", *pair, device) for kernel, pair in pairs]
+
+    classes = {str(treatment(width)): width for width in range(1, 257)}
+    return tuple(sorted(classes.values()))
+
+
+def _spec(kernel: tuple[str, bool], *where: object) -> MatrixSpec | None:
+    try:
+        return matrix_spec(kernel, *where)  # type: ignore[arg-type]
+    except NoKernelError:  # test_plan.py asks for every one of them
+        return None
+
+
+@cache
+def specialisations(
+    device: DeviceInfo,
+    arithmetics: Sequence[str] = ARITHMETICS,
+    kernels: Sequence[tuple[str, bool]] = KERNELS,
+    features: Sequence[str] = tuple(FEATURES),
+) -> tuple[MatrixSpec, ...]:
+    """All that plans choose on `device`, for widths 1 .. 256; without `scan`, which has no choices."""
+    found: dict[MatrixSpec, None] = {}
+    for arith in arithmetics:
+        sizes = widths(arith, device)
+        for kernel, feature, d, e in product(kernels, features, sizes, sizes):
+            spec = _spec(kernel, arith, feature, d, e, device)
+            if spec is not None:
+                found[spec] = None
+    return tuple(found)
+
+
+def choices(spec: MatrixSpec) -> tuple[tuple[str, object], ...]:
+    """What was chosen, as (name, value): that of which a cover has all pairs."""
+    kernel = spec.role if isinstance(spec, SweepSpec) else ("keys", "queries")[spec.reversed]
+    causal = spec.causal if isinstance(spec, SweepSpec) else None
+    return (
+        ("arithmetic", spec.arith),
+        ("kernel", kernel),
+        ("causal", causal),
+        ("feature", spec.feature),
+        ("inner", spec.inner),
+        ("columns", spec.columns),
+        ("chunk", spec.chunk),
+    )
+
+
+def pairwise(specs: Iterable[MatrixSpec]) -> Iterator[MatrixSpec]:
+    """Few of `specs`, in which every two choices occur together that do so in one of `specs`.
+
+    Greedy: for the first pair that is still missing, the spec that brings most missing pairs.
+    """
+    pairs = {spec: frozenset(combinations(choices(spec), 2)) for spec in specs}
+    having: dict[object, list[MatrixSpec]] = {}
+    for spec, own in pairs.items():
+        for pair in sorted(own, key=str):
+            having.setdefault(pair, []).append(spec)
+    missing = set(having)
+    # Pairs that few specs have come first: those leave no choice, the others are then often met.
+    for pair in sorted(having, key=lambda pair: (len(having[pair]), str(pair))):
+        if pair in missing:
+            best = max(having[pair], key=lambda spec: len(pairs[spec] & missing))
+            missing -= pairs[best]
+            yield best
+
+
+@cache
+def cover(device: DeviceInfo) -> tuple[SweepSpec | StateSpec | ScanSpec, ...]:
+    """A pairwise cover of the specialisations on `device`, and both of `scan`."""
+    return (*pairwise(specialisations(device)), ScanSpec(False), ScanSpec(True))
