@@ -8,7 +8,8 @@ in it compiles anew.
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.resources import files
@@ -62,6 +63,14 @@ def kernel(spec: Spec, device: int) -> Any:
             if found is None:
                 found = _kernels[key] = _load(spec, device)
     return found
+
+
+def load_all(specs: Iterable[Spec], device: int) -> None:
+    """Load several kernels at once: compiling takes a second or two each, on a core each."""
+    missing = [spec for spec in dict.fromkeys(specs) if (spec, device) not in _kernels]
+    if len(missing) > 1:
+        with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
+            list(pool.map(lambda spec: kernel(spec, device), missing))
 
 
 def _load(spec: Spec, device: int) -> Any:

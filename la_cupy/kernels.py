@@ -5,8 +5,10 @@ are parameters of the launch: a new length never compiles.
 """
 
 from dataclasses import dataclass
+from itertools import product
 
 from .device import DeviceInfo
+from .params import DOTS
 
 ARITHMETIC = {"bfloat16": "Bf16", "float16": "Tf32", "float64": "F64"}
 """float16 is computed in TF32, which holds its numbers exactly and its sums without overflow."""
@@ -100,7 +102,7 @@ class SweepSpec(KernelSpec):
         row_blocks = self.chunk // 16
         groups = max(1, min(row_blocks, self.workers // row_blocks))
         numbers = 6 * self.inner + 2 * self.columns + self.loaders * (self.inner + self.columns)
-        numbers += self.chunk * (groups + 8 + 3 * self.workers + 2)
+        numbers += self.chunk * (groups + 8 + DOTS * self.workers + 3)
         return tiles + 128 + numbers * self.accumulator
 
     @property
@@ -116,7 +118,7 @@ class SweepSpec(KernelSpec):
     @property
     def resident(self) -> int:
         """Blocks for which a multiprocessor has registers; kMinBlocks of the configuration."""
-        if max(self.inner, self.row) > 128 or self.arith == "F64":
+        if max(self.inner, self.row) * self.element >= 512 or self.arith == "F64":
             return 1
         return max(1, (384 if 2 * self.loaders <= self.workers else 512) // self.threads)
 
@@ -200,21 +202,23 @@ class NoKernelError(ValueError):
 # Measured on an H200, and with ptxas so that nothing spills; registers and shared memory decide among them.
 _Tilings = tuple[tuple[int, float], ...]
 _HALF: _Tilings = ((32, 0.5), (16, 0.5))
-_FULL: _Tilings = ((32, 1), (16, 1))
 _SHORT: _Tilings = ((16, 1), (16, 0.5))
-_FLOAT32: dict[int, _Tilings] = {32: _FULL, 64: _SHORT, 128: ((16, 0.5),), 256: ((16, 1),)}
+_FLOAT32: dict[int, _Tilings] = {32: _SHORT, 64: _SHORT, 128: ((16, 1),), 256: ((16, 1),)}
 _SWEEPS: dict[str, dict[int, _Tilings]] = {
     "Bf16": {64: _HALF, 128: _HALF, 256: ((16, 1),)},
     "Tf32": _FLOAT32,
     "Tf32x3": _FLOAT32,
     "F64": {width: ((16, 1),) for width in (32, 64, 128, 256)},
 }
+# Tried where nothing else fits: with little shared memory there is room for few columns, whose one or two loaders are too few
+# for the rows.
+_LAST: _Tilings = ((16, 2),)
 _STATE_CHUNKS = {"Bf16": (64, 32, 16), "Tf32": (32, 16), "Tf32x3": (32, 16), "F64": (16,)}
 
 
 def _widest(arith: str, width: int) -> int:
     """Columns of a block that has registers and warps for rows of `width` columns."""
-    return 64 if width > 128 or arith == "F64" else 128
+    return 64 if width * _ELEMENT[arith] >= 512 or arith == "F64" else 128
 
 
 def _columns(width: int, arith: str, widest: int) -> list[int]:
@@ -236,24 +240,27 @@ def sweep_spec(
     width = e if key_features else d
     slices = _slices(arith, inner)
     widest = max(inner, 0 if key_features else padded(width, arith))
-    for columns in _columns(width, arith, _widest(arith, widest)):
+    blocks = _columns(width, arith, _widest(arith, widest))
+    for columns, (chunk, share) in (
+        *product(blocks, _SWEEPS[arith][widest]),
+        *product(blocks, _LAST),
+    ):
         row = columns if key_features else max(columns, padded(width, arith))
         workers = columns // (8 * slices)
-        for chunk, share in _SWEEPS[arith][widest]:
-            spec = SweepSpec(
-                arith=arith,
-                feature=feature,
-                inner=inner,
-                columns=columns,
-                chunk=chunk,
-                slices=slices,
-                role=role,
-                row=row,
-                loaders=max(1, int(workers * share)),
-                causal=causal,
-            )
-            if _fits(spec, device):
-                return spec
+        spec = SweepSpec(
+            arith=arith,
+            feature=feature,
+            inner=inner,
+            columns=columns,
+            chunk=chunk,
+            slices=slices,
+            role=role,
+            row=row,
+            loaders=max(1, int(workers * share)),
+            causal=causal,
+        )
+        if _fits(spec, device):
+            return spec
     raise NoKernelError(arith, d, e, device)
 
 
@@ -263,7 +270,7 @@ def state_spec(
     """The specialisation of `accumulate` for widths d and e on `device`."""
     row = padded(d, arith)
     inner = min(row, 128)
-    for columns in _columns(e, arith, _widest(arith, inner)):
+    for columns in _columns(e, arith, 64 if arith == "F64" else 128):
         for chunk in _STATE_CHUNKS[arith]:
             spec = StateSpec(
                 arith=arith,

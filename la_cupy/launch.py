@@ -13,12 +13,12 @@ import numpy as np
 
 from . import dtypes
 from .arrays import Cache
-from .compile import kernel
+from .compile import kernel, load_all
 from .device import device_info
 from .layouts import state_part_fits
 from .params import STATE_FIELDS
 from .plan import Plan, backward_plan, forward_plan
-from .problem import Layout, Problem, StateLayouts
+from .problem import Layout, Problem
 from .records import Launch, fill
 from .results import Array, Gradients, State
 
@@ -32,7 +32,7 @@ class Ready:
         self.function = kernel(launch.spec, device)
         self.grid, self.block = (launch.grid,), (launch.spec.threads,)
         self.shared = launch.spec.shared_bytes
-        self.record, self.dtype = launch.record, f"V{len(launch.record)}"
+        self.record, self.dtype = launch.record, np.dtype((np.void, len(launch.record)))
         self.pointers, self.aligned = launch.pointers, launch.aligned
 
     def __call__(self, buffers: Buffers) -> None:
@@ -53,12 +53,15 @@ class Prepared:
     plan: Plan
     launches: tuple[Ready, ...]
     makes: tuple[tuple[str, tuple[int, ...], np.dtype], ...]  # outputs and workspaces
+    fits: dict[str, tuple[bool, ...]]  # see _fits
 
     @classmethod
     def of(cls, plan: Plan, device: int) -> "Prepared":
         made = (plan.outputs | plan.workspace).items()
         makes = tuple((name, b.shape, dtypes.numpy_dtype(b.dtype)) for name, b in made)
-        return cls(plan, tuple(Ready(launch, device) for launch in plan.launches), makes)
+        load_all((launch.spec for launch in plan.launches), device)
+        launches = tuple(Ready(launch, device) for launch in plan.launches)
+        return cls(plan, launches, makes, _fits(plan.problem))
 
     def run(self, buffers: Buffers) -> None:
         """Carry the plan out; results and workspaces join the inputs in `buffers`."""
@@ -94,18 +97,28 @@ def _prepare(key: Any, make: Callable[[Any], Plan], device: int) -> Prepared:
     return found
 
 
-def _state_buffers(
-    name: str, state: State | None, layouts: StateLayouts | None, dtype: str
-) -> Buffers:
+def _add_state(buffers: Buffers, name: str, state: State | None, prepared: Prepared) -> None:
     """A state's parts, converted where the kernels cannot read them as they are; they are small."""
-    if state is None or layouts is None:
-        return {}
-    buffers = {}
-    for part, array, layout, inner in zip(STATE_FIELDS, state, layouts, (2, 1, 1, 0), strict=True):
-        if not state_part_fits(layout, inner, dtype):
-            array = cupy.ascontiguousarray(array.astype(dtypes.numpy_dtype(dtype), copy=False))
+    if state is None:
+        return
+    for part, array, fits in zip(STATE_FIELDS, state, prepared.fits[name], strict=True):
+        if not fits:
+            dtype = dtypes.numpy_dtype(prepared.plan.problem.state_dtype)
+            array = cupy.ascontiguousarray(array.astype(dtype, copy=False))
         buffers[f"{name}.{part}"] = array
-    return buffers
+
+
+def _fits(problem: Problem) -> dict[str, tuple[bool, ...]]:
+    """For each state that was given, which of its parts the kernels can read in place."""
+    given = {"initial_state": problem.initial_state, "dstate": problem.dstate}
+    return {
+        name: tuple(
+            state_part_fits(layout, inner, problem.state_dtype)
+            for layout, inner in zip(layouts, (2, 1, 1, 0), strict=True)
+        )
+        for name, layouts in given.items()
+        if layouts is not None
+    }
 
 
 def _state_of(name: str, buffers: Buffers) -> State:
@@ -134,9 +147,7 @@ def forward(
             device.id,
         )
         buffers = {"q": q, "k": k, "v": v, "out": out}
-        buffers |= _state_buffers(
-            "initial_state", initial_state, problem.initial_state, problem.state_dtype
-        )
+        _add_state(buffers, "initial_state", initial_state, prepared)
         prepared.run(buffers)
         result = buffers["out"]
         if out is not None and result is not out:  # its last axis is not contiguous
@@ -167,10 +178,8 @@ def vjp(
         if normalizer is not None:
             dtype = dtypes.numpy_dtype(problem.state_dtype)
             buffers["den"] = cupy.ascontiguousarray(normalizer.astype(dtype, copy=False))
-        buffers |= _state_buffers(
-            "initial_state", initial_state, problem.initial_state, problem.state_dtype
-        )
-        buffers |= _state_buffers("dstate", dstate, problem.dstate, problem.state_dtype)
+        _add_state(buffers, "initial_state", initial_state, prepared)
+        _add_state(buffers, "dstate", dstate, prepared)
         prepared.run(buffers)
         state = None if initial_state is None else _state_of("dinitial_state", buffers)
         return Gradients(buffers["dq"], buffers["dk"], buffers["dv"], state)

@@ -9,6 +9,9 @@ import numpy as np
 MAX_RANK = 6
 """Leading axes that the kernels take after merging; kMaxRank in params.cuh."""
 
+DOTS = 5
+"""Sums over a row that the gradients of q and k need; kRowSums in params.cuh."""
+
 DTYPE_CODES = {"bfloat16": 0, "float16": 1, "float32": 2, "float64": 3}
 
 _LEAD = ("lead", np.int64, (MAX_RANK,))

@@ -12,7 +12,7 @@ from . import dtypes
 from .device import DeviceInfo
 from .kernels import StateSpec, SweepSpec, arithmetic, resident_blocks, state_spec, sweep_spec
 from .layouts import Arrays, Buffer
-from .params import STATE_FIELDS
+from .params import DOTS, STATE_FIELDS
 from .problem import Layout, Problem
 from .records import Axes, Course, Launch, RowRef, StateRef, Tensor, scan_launch, walk_launch
 
@@ -247,8 +247,8 @@ class _Planner:
             lead = self.arrays.lead if queries else self.arrays.state_lead
             count = self.p.n if queries else self.p.m
             name = f"dots.{spec.role}"
-            self.arrays.workspace[name] = Buffer((*lead, count, splits, 3), self.p.state_dtype)
-            rows = rows | {"dots": self.arrays.rows(name, lead, count, 3 * splits)}
+            self.arrays.workspace[name] = Buffer((*lead, count, splits, DOTS), self.p.state_dtype)
+            rows = rows | {"dots": self.arrays.rows(name, lead, count, DOTS * splits)}
         for phase in phases:
             course = Course(
                 origin=origin,

@@ -1,6 +1,5 @@
 """From names, strides and sizes to the bytes of a launch's parameters."""
 
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -238,8 +237,10 @@ def fill(
 ) -> bytearray:
     """The parameters of one launch, with the addresses of `buffers` in their places."""
     filled = bytearray(record)
+    words = memoryview(filled).cast("Q")
     for offset, name, shift in pointers:
-        struct.pack_into("<Q", filled, offset, address(buffers[name]) + shift)
+        words[offset >> 3] = address(buffers[name]) + shift
+    flags = memoryview(filled).cast("i")
     for offset, name, size in aligned:
-        struct.pack_into("<i", filled, offset, address(buffers[name]) % size == 0)
+        flags[offset >> 2] = address(buffers[name]) % size == 0
     return filled

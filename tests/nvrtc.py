@@ -18,7 +18,26 @@ from pathlib import Path
 from cuda.bindings import nvrtc
 
 from la_cupy import compile as la_compile
-from la_cupy.kernels import Spec
+from la_cupy.kernels import Spec, SweepSpec
+
+SPILLS_OF_WIDE_SWEEPS = {"Bf16": 128, "Tf32": 384, "Tf32x3": 640, "F64": 4480}
+SPILLS_OF_SWEEPS = {"sm_80": 64, "sm_89": 64, "sm_90a": 64, "sm_120": 256}
+"""Bytes of spill stores and loads a thread, for those walks that may have any: they are here to go down.
+
+A walk with D or E over 128 keeps a state of 128 registers a thread; the first table has the worst of
+the four archs (112 bytes, then 348, 592 and 4376 with NVRTC 13), rounded up to a multiple of 128. The
+others are tiled to fit on sm_90a, where they were measured, and miss by a few registers elsewhere:
+float32 and float16 with 128 registers a thread, and on sm_120 bfloat16 too.
+"""
+
+
+def spills_allowed(spec: Spec, arch: str) -> int:
+    """None in pre-passes, scans, and bfloat16 walks up to 128 columns on sm_80, sm_89 and sm_90a."""
+    if not isinstance(spec, SweepSpec):
+        return 0
+    if max(spec.inner, spec.row) == 256:
+        return SPILLS_OF_WIDE_SWEEPS[spec.arith]
+    return 0 if spec.arith == "Bf16" and arch != "sm_120" else SPILLS_OF_SWEEPS[arch]
 
 
 class CompileError(Exception):

@@ -121,4 +121,5 @@ def test_a_step_leaves_nothing_behind(case: Case) -> None:
     before = pool.used_bytes()
     for _ in range(10):
         la.linear_attention(q, k, v, causal=True, return_state=True)
-    assert pool.used_bytes() == before
+    gc.collect()
+    assert pool.used_bytes() <= before

@@ -51,7 +51,7 @@ def test_fifty_lengths_compile_each_configuration_once(case: Case, loads: list[A
         la.linear_attention_vjp(y, y, y, y, **case.options)
         for heads in (2, 3):
             more = cp.lib.stride_tricks.as_strided(y, (heads, n, 32), (0, *y.strides[1:]))
-            la.linear_attention(more, y, y, **case.options, a=0.5 + heads)
+            la.linear_attention(more, y, y, **(case.options | {"a": 0.5 + heads}))
     assert len(loads) == len(set(loads)), "a kernel was compiled twice"
     roles = [getattr(spec, "role", spec.source) for spec in loads]
     assert (

@@ -319,7 +319,8 @@ def test_a_missing_barrier_is_noticed(file: str, index: int) -> None:
     text = (runner.KERNELS / file).read_text()
     barrier = list(BARRIER.finditer(text))[index]
     changes = {file: [(text, f"{text[: barrier.start()]};{text[barrier.end() :]}")]}
-    for name in ("length-129", "causal-grouped-bfloat16", "float32-state"):
+    cases = ("length-129", "causal-grouped-bfloat16", "float32-state", "causal-float64-state")
+    for name in cases:  # float64 alone meets at kDone
         x = make_inputs(BY_NAME[name])
         backends = [Emulation(replace=changes, order=order) for order in ("forward", "reverse")]
         try:

@@ -11,7 +11,7 @@ from emulation import runner
 from plans import array, assert_runnable
 from specialisations import A100, ARITHMETICS, B200, H200, KERNELS, L40, specialisations
 
-from la_cupy.kernels import ScanSpec
+from la_cupy.kernels import ScanSpec, SweepSpec
 from la_cupy.params import MAX_RANK, PARAMS, SCAN_PARAMS, SCAN_WIDTH
 from la_cupy.plan import forward_plan
 from la_cupy.problem import forward_problem
@@ -103,6 +103,9 @@ def test_shared_memory_and_threads_as_the_kernels_have_them(arith: str) -> None:
         config = spec.name.partition("<")[2][:-1]
         lines.append(f"static_assert({config}::kSharedBytes == {spec.shared_bytes});")
         lines.append(f"static_assert({config}::kThreads == {spec.threads});")
+        if isinstance(spec, SweepSpec):
+            lines.append(f"static_assert({config}::kMinBlocks == {spec.resident});")
+            lines.append(f"static_assert({config}::kLoaders == {spec.loaders});")
     runner.build(["la::scan<float>"], ["scan.cu", "sweep.cu", "accumulate.cu"], lines)
 
 

@@ -75,6 +75,9 @@ struct Block {
     }
     sync_block();
     if constexpr (kSame<Role, GradQ>) {
+      for (int i = thread(); i < Config::kColumns && column0 + i < p.d; i += Config::kThreads) {
+        for (int copy = 0; copy < 2; ++copy) column_sum(copy)[i] -= Config::kKeyOffset * start_count;
+      }
       for (int i = thread(); i < Config::kInner; i += Config::kThreads) {
         for (int copy = 0; copy < 2; ++copy) set_centre(p, copy, i, inner_sum(copy)[i], start_count);
       }
@@ -95,14 +98,21 @@ struct Block {
   LA_DEVICE Span rows_at(i32 step) const { return rows.chunk(first_row(step), Config::kChunk); }
   LA_DEVICE Span sources_at(i32 step) const { return sources.chunk(first_row(step), Config::kChunk); }
 
+  // How many keys row `row` of a step sees (roles that walk forwards).
+  LA_DEVICE Acc count_seen(i32 step, int row) const {
+    return Config::kCausal ? start_count + static_cast<Acc>(sources.before(first_row(step) + row + 1)) : start_count;
+  }
+
   // How many keys the state holds before `step` (roles that walk forwards).
   LA_DEVICE Acc count_before(i32 step) const {
     return Config::kCausal ? start_count + static_cast<Acc>(sources.before(first_row(step))) : start_count;
   }
 
-  // That `zero` is 0 is unknown to the compiler, so that addresses are not computed ahead of loops and barriers, where they
-  // would occupy registers all along.
-  LA_DEVICE unsigned char* shared() const { return dynamic_shared() + zero; }
+  // With a zero that the compiler does not know: addresses are then not computed ahead of loops and barriers, where they would
+  // occupy registers all along. A register's is the quicker one, and shared memory's the one that takes no register.
+  LA_DEVICE unsigned char* shared() const {
+    return dynamic_shared() + (sizeof(typename Config::Elem) == 2 ? unknown_zero() : zero);
+  }
 
   LA_DEVICE unsigned char* tiles(int copy) const { return shared() + copy % Config::kCopies * Config::kTiles; }
   LA_DEVICE typename Config::InnerTile tile_a(int copy) const { return {tiles(copy) + Config::kA}; }

@@ -39,6 +39,9 @@ struct SweepConfig {
   using Acc = typename Arith::Acc;
   static constexpr int kInner = Inner, kColumns = Columns, kRow = Row, kChunk = Chunk, kSlices = Slices;
   static constexpr bool kCausal = Causal;
+  // GradQ works on k~ less this number. The rows of k~ may be a small part, which tells them apart, on top of phi(0), and it is
+  // this part that rounding must spare.
+  static constexpr int kKeyOffset = Feature::kAtZero;
 
   // Two kinds of warps: workers hold the state and make the result, loaders bring the rows of the next chunk. A multiprocessor
   // has room for 12 warps with 168 registers a thread or 16 with 128.
@@ -46,7 +49,9 @@ struct SweepConfig {
   static constexpr int kLoaders = Loaders;
   static constexpr int kWorkerThreads = 32 * kWorkers, kLoaderThreads = 32 * kLoaders;
   static constexpr int kThreads = kWorkerThreads + kLoaderThreads;
-  static constexpr int kMinBlocks = larger(Inner, Row) > 128 || sizeof(Acc) == 8 ? 1 : larger(1, (2 * kLoaders <= kWorkers ? 384 : 512) / kThreads);
+  // Where rows are wide, one block has the multiprocessor and its registers to itself.
+  static constexpr bool kAlone = larger(Inner, Row) * static_cast<int>(sizeof(Elem)) >= 512 || sizeof(Acc) == 8;
+  static constexpr int kMinBlocks = kAlone ? 1 : larger(1, (2 * kLoaders <= kWorkers ? 384 : 512) / kThreads);
   static constexpr int kRowBlocks = Chunk / 16;                             // 16-row blocks of a chunk
   static constexpr int kGroups = larger(1, smaller(kRowBlocks, kWorkers / kRowBlocks));  // warps that share a row block
   static constexpr int kWeightsWidth = larger(Chunk, 128 / static_cast<int>(sizeof(Elem)));
@@ -80,9 +85,9 @@ struct SweepConfig {
   static constexpr int kColumnParts = kInnerParts + kLoaders * Inner;    // [kLoaders][Columns]
   static constexpr int kRowParts = kColumnParts + kLoaders * Columns;      // [kGroups][Chunk] sums of weights
   static constexpr int kRowNumbers = kRowParts + kGroups * Chunk;       // [2][4][Chunk] see RowNumber
-  static constexpr int kDotParts = kRowNumbers + 8 * Chunk;              // [kWorkers][Chunk][3]; Forward: [kWorkers][Chunk]
-  static constexpr int kRowDots = kDotParts + 3 * kWorkers * Chunk;        // [Chunk][2]
-  static constexpr int kSharedBytes = kVectors + static_cast<int>(sizeof(Acc)) * (kRowDots + 2 * Chunk);
+  static constexpr int kDotParts = kRowNumbers + 8 * Chunk;              // [kWorkers][Chunk][kRowSums]; Forward: [kWorkers][Chunk]
+  static constexpr int kRowDots = kDotParts + kRowSums * kWorkers * Chunk;        // [Chunk][3]
+  static constexpr int kSharedBytes = kVectors + static_cast<int>(sizeof(Acc)) * (kRowDots + 3 * Chunk);
 };
 
 // Barriers: all threads of a block meet once a turn, and again behind it if there is one copy of the tiles; workers, and

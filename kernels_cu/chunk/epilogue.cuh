@@ -2,13 +2,14 @@
 //   Forward  out = num / den, den = a count + b q~ . k_sum + sum of the chunk's weights
 //   GradQ    Y = the sum over g . (v - c) k~ so far, K = the sum of k~ so far. delta' = delta - g . c comes from the same Y,
 //            so that their errors cancel as they do themselves:
-//                delta' = (a (sum of weights + g . (v_sum - count c)) + b q~ . Y) / den,    dq~ = b (Y - delta' K)
+//                delta' = (a s + b q~ . Y) / den,    dq~ = b (Y - delta' K),    s = sum of weights + g . (v_sum - count c)
+//            With k~ less an offset o (Config::kKeyOffset), Y is short of o s and K of o n, n being the number of keys.
 //   GradV    as it stands
 //   GradK    dk~ as it stands
 // and then, for GradQ and GradK, through phi and the norm: with z = x / |x| and h = phi'(z) d~,
 //                dx = (h - z (z . h)) / |x|.
-// Three sums over a row are all that this needs: q~ . Y, (z phi'(z)) . Y and (z phi'(z)) . K. Where the row's columns are
-// split over several blocks, a first launch (kDots) leaves each block's share in `dots`, and a second (kApply) adds
+// A few sums over a row are all that this needs: with r = z phi'(z), those of r Y, q~ Y, r K, q~ and r. Where the row's columns
+// are split over several blocks, a first launch (kDots) leaves each block's share in `dots`, and a second (kApply) adds
 // the shares up and applies them.
 #pragma once
 #include "chunk/weights.cuh"
@@ -23,6 +24,7 @@ struct Epilogue {
   using Acc = typename Config::Acc;
   using P = Products<Config>;
   static constexpr bool kGradQ = kSame<Role, GradQ>;
+  static constexpr int kUsed = !kGradQ ? 1 : Config::kKeyOffset == 0 ? 3 : kRowSums;  // sums over a row
 
   const Params& p;
   const Block<Config>& block;
@@ -114,7 +116,7 @@ struct Epilogue {
     const Acc* coefficients = block.vector(Config::kRowDots);
     each_row([&](int row8, int m, int half) {
       const int row = row8 + lane_row();
-      const Acc delta = coefficients[2 * row], along = coefficients[2 * row + 1];
+      const Acc delta = coefficients[3 * row], along = coefficients[3 * row + 1], offset = coefficients[3 * row + 2];
       const Acc inverse_norm = block.numbers(copy, kNorm)[row];
 #pragma unroll
       for (int n = 0; n < Config::kSlices; ++n) {
@@ -124,7 +126,7 @@ struct Epilogue {
         for (int j = 0; j < 2; ++j) {
           Acc& x = result[m][half][n].x[j];
           const Mapped f = mapped(z[j]);
-          if constexpr (kGradQ) x = Acc(p.b) * (x - delta * running[m][half][n].x[j]);
+          if constexpr (kGradQ) x = Acc(p.b) * (x - delta * running[m][half][n].x[j] + offset);
           x = p.unit_norm ? (f.slope * x - f.z * along) * inverse_norm : f.slope * x;
         }
       }
@@ -133,7 +135,7 @@ struct Epilogue {
 
   LA_DEVICE void row_dots(typename P::Result& result, typename P::Result& running) {
     each_row([&](int row, int m, int half) {
-      Acc dots[3] = {};
+      Acc dots[kRowSums] = {};
 #pragma unroll
       for (int n = 0; n < Config::kSlices; ++n) {
         Acc z[2];
@@ -146,52 +148,60 @@ struct Epilogue {
           if constexpr (kGradQ) {
             dots[1] = ptx::fma(f.value, y, dots[1]);
             dots[2] = ptx::fma(f.radial, running[m][half][n].x[j], dots[2]);
+            if (Config::kKeyOffset != 0 && block.column0 + P::first_column() + n * 8 + lane_column() + j < p.d) {
+              dots[3] += f.value;
+              dots[4] += f.radial;
+            }
           }
         }
       }
 #pragma unroll
-      for (int x = 0; x < (kGradQ ? 3 : 1); ++x) {
+      for (int x = 0; x < kUsed; ++x) {
         dots[x] += shuffle_xor(dots[x], 1);
         dots[x] += shuffle_xor(dots[x], 2);
         if ((lane_id() & 3) == 0) {
-          block.vector(Config::kDotParts)[(warp_id() * Config::kChunk + row + lane_row()) * 3 + x] = dots[x];
+          block.vector(Config::kDotParts)[(warp_id() * Config::kChunk + row + lane_row()) * kRowSums + x] = dots[x];
         }
       }
     });
   }
 
-  // delta' and z . h for each row, from the row's three sums.
+  // delta', z . h and what the offset adds to Y - delta' K, for each row, from its sums.
   LA_DEVICE void row_coefficients() {
     for (int row = thread(); row < Config::kChunk; row += Config::kWorkerThreads) {
       const bool exists = span.holds(row);
-      const i64 at = block.head.offset(p.dots.lead) + (span.first + row) * p.splits * 3;
-      Acc dots[3] = {};
+      const i64 at = block.head.offset(p.dots.lead) + (span.first + row) * p.splits * kRowSums;
+      Acc dots[kRowSums] = {};
 #pragma unroll
-      for (int i = 0; i < (kGradQ ? 3 : 1); ++i) {
+      for (int i = 0; i < kUsed; ++i) {
         if (p.phase == kApply) {
-          for (int split = 0; exists && split < p.splits; ++split) dots[i] += load_number<Acc>(p.dots.data, at + split * 3 + i);
+          for (int split = 0; exists && split < p.splits; ++split) dots[i] += load_number<Acc>(p.dots.data, at + split * kRowSums + i);
         } else {
 #pragma unroll
           for (int w = 0; w < Config::kWorkers; ++w) {
-            dots[i] += block.vector(Config::kDotParts)[(w * Config::kChunk + row) * 3 + i];
+            dots[i] += block.vector(Config::kDotParts)[(w * Config::kChunk + row) * kRowSums + i];
           }
         }
-        if (p.phase == kDots && exists) store_number(p.dots.data, at + block.split * 3 + i, dots[i]);
+        if (p.phase == kDots && exists) store_number(p.dots.data, at + block.split * kRowSums + i, dots[i]);
       }
       if (p.phase == kDots) continue;
-      Acc delta = 0, along = dots[0];
+      Acc delta = 0, along = dots[0], offset = 0;
       if constexpr (kGradQ) {
         const Acc sum = sum_of_weights(block, row) + block.numbers(copy, kSecond)[row];
         const Acc inverse_den = block.numbers(copy, kInverse)[row];
-        if (p.normalize) delta = ptx::fma(Acc(p.a), sum, Acc(p.b) * dots[1]) * inverse_den;
-        along = Acc(p.b) * (dots[0] - delta * dots[2]);
+        const Acc shift = Config::kKeyOffset * sum;  // of Y
+        if (p.normalize) delta = ptx::fma(Acc(p.a), sum, Acc(p.b) * ptx::fma(shift, dots[3], dots[1])) * inverse_den;
+        offset = Config::kKeyOffset * (sum - delta * block.count_seen(step, row));
+        along = Acc(p.b) * (dots[0] - delta * dots[2] + offset * dots[4]);
         if (block.split == 0 && exists && p.delta.data != 0) {
           const Acc whole = p.normalize ? delta + block.numbers(copy, kFirst)[row] : Acc(0);
           store_number(p.delta.data, block.head.offset(p.delta.lead) + span.first + row, whole);
         }
       }
-      block.vector(Config::kRowDots)[2 * row] = delta;
-      block.vector(Config::kRowDots)[2 * row + 1] = along;
+      Acc* coefficients = block.vector(Config::kRowDots) + 3 * row;
+      coefficients[0] = delta;
+      coefficients[1] = along;
+      coefficients[2] = offset;
     }
   }
 

@@ -5,29 +5,29 @@
 
 namespace la {
 
-// kZero: phi(0) = 0, so that zeros behind the end of a row stay zeros.
+// kAtZero: phi(0). Where it is 0, zeros behind the end of a row stay zeros.
 struct Identity {
-  static constexpr bool kZero = true;
+  static constexpr int kAtZero = 0;
   template <class T> static LA_DEVICE T value(T x) { return x; }
   template <class T> static LA_DEVICE T derivative(T) { return T(1); }
 };
 
 // elu(x) + 1
 struct Elu1 {
-  static constexpr bool kZero = false;
+  static constexpr int kAtZero = 1;
   template <class T> static LA_DEVICE T value(T x) { return x > T(0) ? x + T(1) : ptx::exp(x); }
   template <class T> static LA_DEVICE T derivative(T x) { return x > T(0) ? T(1) : ptx::exp(x); }
 };
 
 // Written so that a NaN stays a NaN.
 struct Relu {
-  static constexpr bool kZero = true;
+  static constexpr int kAtZero = 0;
   template <class T> static LA_DEVICE T value(T x) { return x < T(0) ? T(0) : x; }
   template <class T> static LA_DEVICE T derivative(T x) { return x > T(0) ? T(1) : T(0); }
 };
 
 struct Silu {
-  static constexpr bool kZero = true;
+  static constexpr int kAtZero = 0;
   template <class T> static LA_DEVICE T value(T x) { return x * ptx::reciprocal(T(1) + ptx::exp(-x)); }
   template <class T> static LA_DEVICE T derivative(T x) {
     const T s = ptx::reciprocal(T(1) + ptx::exp(-x));
@@ -36,7 +36,7 @@ struct Silu {
 };
 
 struct Exp {
-  static constexpr bool kZero = false;
+  static constexpr int kAtZero = 1;
   template <class T> static LA_DEVICE T value(T x) { return ptx::exp(x); }
   template <class T> static LA_DEVICE T derivative(T x) { return ptx::exp(x); }
 };

@@ -13,6 +13,7 @@ struct Gather {
   using RowsB = Rows<Arith, Config::kRow, Config::kChunk, Config::kThreads>;
   using RowsC = Rows<Arith, Config::kColumns, Config::kChunk, Config::kThreads>;
   static constexpr bool kReversed = Config::kReversed;
+  static constexpr int kOffset = Feature::kAtZero;
 
   const Params& p;
   Head head;
@@ -83,12 +84,14 @@ struct Gather {
       Acc inverse[RowsB::kBatch];
       if (p.unit_norm) RowsB::normalise(v, inverse);
       RowsB::template map<Feature>(v, rows, p.d);
-      RowsB::store(tile_b(), v, inner0);
       if constexpr (kReversed) {
         RowsB::add(inner_sum, v, delta_b);
       } else {
         RowsB::add(inner_sum, v);
       }
+      // Products are taken of features less phi(0), which `finish` makes up for: rounding then spares what tells rows apart.
+      if (kOffset != 0) RowsB::shift(v, rows, p.d, kOffset);
+      RowsB::store(tile_b(), v, inner0);
     }
     if constexpr (kReversed) {
 #pragma unroll
@@ -137,6 +140,7 @@ struct Gather {
     for (int mask = 16; mask > 0; mask /= 2) count += shuffle_xor(count, mask);
     if (lane_id() == 0) vector(Config::kCounts)[warp_id()] = count;
     sync_block();
+    if (kOffset != 0) add_offset();
     const StatePlace at = StatePlace::find<Acc>(p.final, head, p, piece);
     StateCells<Config, true>::write(state, p, at.kv, column0, inner0);
     if (inner0 == 0) write_sums(at.v_sum, Config::kColumnParts, Config::kColumns, column0, p.e, kReversed ? Acc(p.a) : Acc(1));
@@ -144,11 +148,30 @@ struct Gather {
     if (column0 == 0 && inner0 == 0) write_sums(at.count, Config::kCounts, 1, 0, 1, Acc(1));
   }
 
+  // kv += offset times the sums of C's columns, with the scale that kv has.
+  LA_DEVICE void add_offset() {
+    const Acc scale = (kReversed ? Acc(p.b) : Acc(1)) * kOffset;
+#pragma unroll
+    for (int n = 0; n < Config::kSlices; ++n) {
+      const Acc sum = scale * total(Config::kColumnParts, Config::kColumns, P::first_column() + n * 8 + lane_row());
+#pragma unroll
+      for (int k = 0; k < Config::kInner / 8; ++k) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) state[n][k].x[j] += sum;
+      }
+    }
+  }
+
+  // The sum over the warps' shares of column i.
+  LA_DEVICE Acc total(int parts, int width, int i) const {
+    Acc sum = 0;
+    for (int w = 0; w < Config::kWarps; ++w) sum += vector(parts)[w * width + i];
+    return sum;
+  }
+
   LA_DEVICE void write_sums(u64 to, int parts, int width, int column, int count_of, Acc weight) {
     for (int i = thread(); i < width && column + i < count_of; i += Config::kThreads) {
-      Acc sum = 0;
-      for (int w = 0; w < Config::kWarps; ++w) sum += vector(parts)[w * width + i];
-      store_number(to, column + i, weight * sum);
+      store_number(to, column + i, weight * total(parts, width, i));
     }
   }
 };

@@ -236,7 +236,10 @@ struct Load {
       for (int batch = 0; batch < R::kBatches; ++batch) {
         typename R::Batch v;
         if constexpr (kForward) v = c.values(batch, p.v.dtype);
-        if constexpr (kGradQ) v = features(c, batch, p.k, span);
+        if constexpr (kGradQ) {
+          v = features(c, batch, p.k, span);
+          if (Config::kKeyOffset != 0) R::shift(v, span, p.d, Config::kKeyOffset);
+        }
         if constexpr (kGradV) {
           v = c.values(batch, p.dout.dtype);
           R::scale(v, den_c);

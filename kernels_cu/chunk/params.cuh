@@ -6,6 +6,7 @@ namespace la {
 
 using namespace ptx;
 
+constexpr int kRowSums = 5;  // sums over a row that the gradients of q and k need
 constexpr int kMaxRank = 6;  // leading axes that do not collapse into one another
 
 enum DType : i32 { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
@@ -35,7 +36,7 @@ struct StateParts {
 struct Params {
   Tensor q, k, v, dout, dst;  // dst: out, dq, dk or dv, whichever the kernel makes
   RowVector den, delta;
-  RowVector dots;             // sums over a row that several blocks share, 3 a block; see chunk/epilogue.cuh
+  RowVector dots;             // sums over a row that several blocks share, kRowSums a block; see chunk/epilogue.cuh
   StateParts start;           // the state before the first chunk, or a slot for each piece; kv = 0: zeros
   StateParts final;           // where the state after the last chunk goes; kv = 0: nowhere
   i32 size[kMaxRank];         // the leading axes: `outer` of them make the blocks, the others are summed over

@@ -231,10 +231,18 @@ struct Rows {
   template <class Feature>
   static LA_DEVICE void map(Batch& v, Span span, int width) {
     each(v, [&](Acc& x, int r, int column) {
-      const int at = row(v.first + r);
       const Acc y = Feature::value(x);
-      x = Feature::kZero || (at < Chunk && span.holds(at) && column < width) ? y : Acc(0);
+      x = Feature::kAtZero == 0 || exists(v.first + r, span, column, width) ? y : Acc(0);
     });
+  }
+
+  // Takes `offset` off each element of the array.
+  static LA_DEVICE void shift(Batch& v, Span span, int width, Acc offset) {
+    each(v, [&](Acc& x, int r, int column) { x = exists(v.first + r, span, column, width) ? x - offset : x; });
+  }
+
+  static LA_DEVICE bool exists(int pass, Span span, int column, int width) {
+    return row(pass) < Chunk && span.holds(row(pass)) && column < width;
   }
 
   // Writes the columns of the tile, which begins at column `window` of the row.

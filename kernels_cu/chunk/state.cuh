@@ -43,6 +43,23 @@ struct StateCells {
     }
   }
 
+  // The state of keys that are less by `offset` in every column: kv - offset v_sum^T, inner axis being that of the values.
+  static LA_DEVICE void shift_keys(Cells& cells, const Params& p, const Acc* v_sum, int column0, Acc offset) {
+    static_assert(!KeyFeatures, "a warp's columns must be those of the keys");
+#pragma unroll
+    for (int n = 0; n < Config::kSlices; ++n) {
+      if (column0 + Products<Config>::first_column() + n * 8 + lane_row() >= p.d) continue;
+#pragma unroll
+      for (int k = 0; k < Config::kInner / 8; ++k) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          Acc& x = cells[n][k].x[j];
+          x = ptx::fma(-offset, v_sum[k * 8 + lane_column() + j], x);
+        }
+      }
+    }
+  }
+
   static LA_DEVICE void clear(Cells& cells) {
 #pragma unroll
     for (int n = 0; n < Config::kSlices; ++n) {

@@ -23,6 +23,9 @@ struct Work {
   LA_DEVICE void run() {
     if (p.start.kv != 0) {
       StateIO::read(state, p, StatePlace::find<Acc>(p.start, block.head, p, block.first_slot(p)).kv, block.column0);
+      if constexpr (kGradQ && Config::kKeyOffset != 0) {
+        StateIO::shift_keys(state, p, block.inner_sum(0), block.column0, Config::kKeyOffset);
+      }
     } else {
       StateIO::clear(state);
     }
