@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from . import dtypes
+from .features import FEATURES
 from .results import Array, State
 
 QK_NORMS = ("l2", None)
-FEATURE_MAPS = ("identity", "elu1", "relu", "silu", "exp")
+FEATURE_MAPS = tuple(FEATURES)
 PRECISIONS = ("highest", "tf32")
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 

@@ -7,12 +7,14 @@ are parameters of the launch: a new length never compiles.
 from dataclasses import dataclass
 from itertools import product
 
+from .checks import FEATURE_MAPS
 from .device import DeviceInfo
 from .params import DOTS
 
 ARITHMETIC = {"bfloat16": "Bf16", "float16": "Tf32", "float64": "F64"}
 """float16 is computed in TF32, which holds its numbers exactly and its sums without overflow."""
-FEATURES = {"identity": "Identity", "elu1": "Elu1", "relu": "Relu", "silu": "Silu", "exp": "Exp"}
+FEATURES = {name: name.capitalize() for name in FEATURE_MAPS}
+"""The policies of kernels_cu/chunk/features.cuh."""
 ROLES = ("Forward", "GradQ", "GradV", "GradK")
 
 _ELEMENT = {"Bf16": 2, "Tf32": 4, "Tf32x3": 4, "F64": 8}

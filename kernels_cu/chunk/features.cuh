@@ -1,5 +1,5 @@
-// Feature maps phi and their derivatives. To add one: a policy here, its name in la_cupy/plan.py and its formula in
-// la_cupy/features.py, and a line in tests/cases.py.
+// Feature maps phi and their derivatives. To add one: a policy here, under its capitalised name; its formula in
+// la_cupy/features.py and, written anew, in la_cupy/reference.py; and a line in tests/cases.py.
 #pragma once
 #include "ptx/all.cuh"
 
