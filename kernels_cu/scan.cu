@@ -1,7 +1,7 @@
 // scan: from what each piece of the sequence adds to the state before it (behind it, when reversed).
 //
 //   grid     one block for each (head, kScanWidth numbers of the state)
-//   reads    slots 0 .. pieces of the workspace p.final; the initial state p.start
+//   reads    slots 0 .. pieces of the workspace p.slots; the initial state p.start
 //   writes   the same slots: slot i becomes start + the sum of the slots before i; the total to p.total
 //
 // Pieces are added in one order, by one thread a number: the result does not depend on the launch.

@@ -92,7 +92,7 @@ struct Epilogue {
       if (block.split == 0 && warp_id() == 0 && p.den.data != 0 && span.holds(row)) {
         store_number(p.den.data, block.head.offset(p.den.lead) + span.first + row, den);
       }
-      factors[row] = !p.normalize ? Acc(1) : den == Acc(0) ? Acc(0) : ptx::reciprocal(den);
+      factors[row] = inverse_den(p, den);
     }
     sync_warp();
     each_row([&](int row, int m, int half) {

@@ -93,10 +93,7 @@ struct Gather {
       if (kOffset != 0) RowsB::shift(v, rows, p.d, kOffset);
       RowsB::store(tile_b(), v, inner0);
     }
-    if constexpr (kReversed) {
-#pragma unroll
-      for (Acc& x : den_c.x) x = !p.normalize ? Acc(1) : x == Acc(0) ? Acc(0) : ptx::reciprocal(x);
-    }
+    if constexpr (kReversed) RowsC::invert(p, den_c);
 #pragma unroll
     for (int batch = 0; batch < RowsC::kBatches; ++batch) {
       typename RowsC::Batch v = c.values(batch, (kReversed ? p.dout : p.v).dtype);

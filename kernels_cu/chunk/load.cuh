@@ -118,13 +118,6 @@ struct Load {
     }
   }
 
-  // 1 / den; 0 where den is exactly 0: such a row of out is 0 and has no gradient. 1 if rows are not divided.
-  template <class Numbers>
-  LA_DEVICE void invert(Numbers& den) const {
-#pragma unroll
-    for (Acc& x : den.x) x = !p.normalize ? Acc(1) : x == Acc(0) ? Acc(0) : ptx::reciprocal(x);
-  }
-
   template <class R>
   LA_DEVICE typename R::Batch features(const R& rows, int batch, const Tensor& t, Span span) const {
     typename R::Batch v = rows.values(batch, t.dtype);
@@ -151,7 +144,7 @@ struct Load {
     if constexpr (kGradQ) {
       first = R::columns_of(block.centre(copy));
       second = R::columns_of(block.rest(copy));
-      invert(den_a);
+      R::invert(p, den_a);
     }
 #pragma unroll
     for (int batch = 0; batch < R::kBatches; ++batch) {
@@ -201,7 +194,7 @@ struct Load {
       const Span span = block.sources_at(t.step);
       typename R::Values sum;
       R::clear(sum);
-      if constexpr (kGradK) invert(den_b);
+      if constexpr (kGradK) R::invert(p, den_b);
 #pragma unroll
       for (int batch = 0; batch < R::kBatches; ++batch) {
         typename R::Batch v;
@@ -229,7 +222,7 @@ struct Load {
       const int window = Role::kKeyFeatures ? 0 : block.column0;
       typename R::Values sum;
       R::clear(sum);
-      if constexpr (kGradV) invert(den_c);
+      if constexpr (kGradV) R::invert(p, den_c);
 #pragma unroll
       for (Acc& one : delta_c.x) one *= -Acc(p.b);
 #pragma unroll

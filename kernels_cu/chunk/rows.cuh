@@ -37,6 +37,12 @@ struct Reach {
   LA_DEVICE i32 before(i32 row) const { return row <= begin ? 0 : (row < end ? row : end) - begin; }
 };
 
+// 1 / den; 0 where den is exactly 0: such a row of out is 0 and has no gradient. 1 if rows are not divided.
+template <class Acc>
+LA_DEVICE Acc inverse_den(const Params& p, Acc den) {
+  return !p.normalize ? Acc(1) : den == Acc(0) ? Acc(0) : ptx::reciprocal(den);
+}
+
 // Sums of squares between kSmall and kLarge are taken as they are; rows outside are scaled up or down first.
 template <class Acc> struct Range;
 template <> struct Range<float> {
@@ -294,6 +300,11 @@ struct Rows {
       if (inside(pass) && span.holds(row(pass))) load_number(at + pass * kAtOnce, numbers.x[pass]);
     }
     return numbers;
+  }
+
+  static LA_DEVICE void invert(const Params& p, Numbers& den) {
+#pragma unroll
+    for (Acc& x : den.x) x = inverse_den(p, x);
   }
 
   static LA_DEVICE Values columns_of(const Acc* vector) {
