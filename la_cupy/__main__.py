@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from . import info, selftest, warm
+from . import compile, info, selftest, warm
 from .kernels import Spec
 from .problem import GPU_WIDTH_LIMIT
 
@@ -103,7 +103,7 @@ def _compile(given: Any) -> int:
 
 
 def _compile_with_progress(specs: list[Spec], device: int, title: str) -> None:
-    for _ in _progress(warm.compile_all(specs, device), len(specs), title):
+    for _ in _progress(compile.load_each(specs, device), len(specs), title):
         pass
 
 

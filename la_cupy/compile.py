@@ -9,7 +9,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.resources import files
@@ -65,12 +65,28 @@ def kernel(spec: Spec, device: int) -> Any:
     return found
 
 
+def load_each(specs: Iterable[Spec], device: int, workers: int | None = None) -> Iterator[Spec]:
+    """Load several kernels at once; yields each as it is ready.
+
+    Compiling takes a second or two each, on a core each: it is done in threads.
+    """
+    distinct = list(dict.fromkeys(specs))
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        waiting = {pool.submit(kernel, spec, device): spec for spec in distinct}
+        try:
+            for done in as_completed(waiting):
+                done.result()
+                yield waiting[done]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
 def load_all(specs: Iterable[Spec], device: int) -> None:
-    """Load several kernels at once: compiling takes a second or two each, on a core each."""
+    """Load those of the kernels that are not yet loaded; a single one needs no threads."""
     missing = [spec for spec in dict.fromkeys(specs) if (spec, device) not in _kernels]
     if len(missing) > 1:
-        with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
-            list(pool.map(lambda spec: kernel(spec, device), missing))
+        for _ in load_each(missing, device):
+            pass
 
 
 def _load(spec: Spec, device: int) -> Any:

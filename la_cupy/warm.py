@@ -1,15 +1,13 @@
-"""Compiling ahead: which kernels a choice of types and widths needs, and all of them at once."""
+"""Compiling ahead: which kernels a choice of types and widths needs."""
 
-import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable
 from itertools import product
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from . import compile, dtypes
+from . import dtypes
 from .checks import FEATURE_MAPS
 from .device import DeviceInfo
 from .kernels import Spec
@@ -65,19 +63,6 @@ def choices(
         f"{kind}, width {width}, {feature}": specs(device, kind, width, feature)
         for kind, width, feature in product(kinds, widths, features)
     }
-
-
-def compile_all(specs: Iterable[Spec], device: int, workers: int | None = None) -> Iterator[Spec]:
-    """Load the kernels on CUDA device `device`, in threads; yields each as it is ready."""
-    distinct = list(dict.fromkeys(specs))
-    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        waiting = {pool.submit(compile.kernel, spec, device): spec for spec in distinct}
-        try:
-            for done in as_completed(waiting):
-                done.result()
-                yield waiting[done]
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _stand_in(dtype: str, *shape: int) -> Array:

@@ -16,7 +16,6 @@ import pytest
 from cases import BY_NAME, SMALL, Case, Inputs, check, make_inputs, name_results, reference_results
 from emulation import runner
 from emulation.backend import H200, Backend
-from measures import GRADIENTS, RESULTS
 from specialisations import A100, RTX50
 
 from la_cupy.device import DeviceInfo
@@ -69,10 +68,7 @@ def check_case(case: Case, backend: Backend | None = None, pass_den: bool = True
     results = run(case, x, backend, pass_den)
     assert [array.tobytes() for array in x.arrays()] == before, "an input was modified"
     expected = reference_results(case, x)
-    # A wider dout makes the backward pass more exact than the forward pass, which has not seen it.
-    forward = replace(case, dout_dtype=None)
-    check(forward, x, results, expected, [name for name in RESULTS if name in expected])
-    check(case, x, results, expected, [name for name in GRADIENTS if name in expected])
+    check(case, x, results, expected)
     return x
 
 

@@ -135,7 +135,7 @@ def test_kernels_compile_side_by_side_and_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compile, "_load", load)
     monkeypatch.setattr(compile, "_kernels", {})
     wanted = warm.specs(H200, "bfloat16", 32, "identity")[:2]
-    ready = list(warm.compile_all(wanted * 4, 0, workers=4))
+    ready = list(compile.load_each(wanted * 4, 0, workers=4))
     assert sorted(map(str, ready)) == sorted(map(str, wanted))
     assert sorted(map(str, loads)) == sorted(map(str, wanted))
 
