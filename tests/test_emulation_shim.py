@@ -50,13 +50,42 @@ FAULTS = {
     28: r"is at sync_named 0 \(.*\), allowed: 1 to 15",
     29: r"is at sync_named 1 \(.*\) for 48 threads, allowed: multiples of 32 up to 64",
 }
+WGMMA_FAULTS = {
+    0: r"returns from the kernel, but no wgmma_commit follows wgmma \(.*check.cu:\d+\)",
+    1: r"returns from the kernel, but no wgmma_wait follows wgmma \(",
+    2: r"waits for products \(.*check.cu:\d+\), but no wgmma_commit follows wgmma \(",
+    3: r"is at wgmma \(.*\), but no wgmma_fence opens the run of products",
+    4: r"is at wgmma \(.*\), but no wgmma_fence opens the run of products",
+    5: r"is at wgmma \(.*\), but no fence_async follows the last writes to a in shared memory",
+    6: r"waits for products \(.*\), but lane 8 has written registers of wgmma \(.*\) meanwhile",
+    7: r"is at wgmma \(.*\), where lane 3 gives a = .*, but lane 0 ",
+    8: r"gives wgmma \(.*\) a = .*, but thread 31 of its warpgroup ",
+    9: r"returns from the kernel, but thread 31 of its warpgroup was at wgmma \(",
+    10: r"gives wgmma \(.*\) b = 0x8\w+, swizzle mode 2, allowed: mode 1",
+    11: r"gives wgmma \(.*\) a at offsets 8192 to 16384 of 9216 bytes of shared memory",
+    12: r"gives wgmma \(.*\) b at offset 32 of shared memory, allowed: multiples of 1024$",
+    13: r"gives wgmma \(.*\) b at offset 128 .*: multiples of 1024, and 32, 64 or 96 behind",
+    14: r"is at wgmma \(.*\) for registers of which products still queued have a part",
+    15: r"gives wgmma_operand 0x\w+, at offset 9216 of 9216 bytes",
+    16: r"gives wgmma_operand 0x\w+, at offset 8 of 9216 bytes .*, allowed: multiples of 16",
+    17: r"gives stmatrix the row 0x\w+, at offset 9208 of 9216 bytes",
+}
+# Columns of the product, and where a comes from.
+WGMMA_FORMS = [
+    (columns, f"FromShared<{a}, {b}>")
+    for columns in (8, 32, 64) for a in ("kAlongK", "kAcross") for b in ("kAlongK", "kAcross")
+] + [(64, "FromRegisters<kAlongK>"), (64, "FromRegisters<kAcross>")]  # fmt: skip
 WRAPPERS = [
     "Indices", "MmaBf16", "MmaTf32", "MmaF64", "Ldmatrix<false>", "Ldmatrix<true>",
-    "Shuffles", "Conversions", "Memory", "Maths",
+    "StmatrixTrans", "Shuffles", "Conversions", "Memory", "Maths",
 ]  # fmt: skip
 KERNELS = [
     *(f"per_lane<{wrapper}>" for wrapper in WRAPPERS),
     *(f"faulty<{number}>" for number in FAULTS),
+    *(f"faulty_wgmma<{number}>" for number in WGMMA_FAULTS),
+    *(f"warpgroup<{columns}, {form}>" for columns, form in WGMMA_FORMS),
+    *(f"in_flight<{case}>" for case in range(7)),
+    "unfenced_wgmma<128>", "unfenced_wgmma<64>",
     "gemm<64>", "exchange<true>", "exchange<false>", "la::unwritten",
     "roles<true>", "roles<false>", "bystander<true>", "bystander<false>",
 ]  # fmt: skip
@@ -78,6 +107,19 @@ class GemmParams(ctypes.Structure):
         ("y", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("repeats", ctypes.c_int),
+    ]
+
+
+class WgmmaParams(ctypes.Structure):
+    _fields_ = [
+        ("image", ctypes.c_void_p),
+        ("registers", ctypes.c_void_p),
+        ("c", ctypes.c_void_p),
+        ("d", ctypes.c_void_p),
+        ("words", ctypes.c_int),
+        ("a", ctypes.c_int),
+        ("b", ctypes.c_int),
+        ("keep", ctypes.c_int),
     ]
 
 
@@ -180,6 +222,92 @@ def test_ldmatrix_gives_each_lane_two_neighbours_of_each_matrix(library, rng, tr
     for i in range(4):
         np.testing.assert_array_equal(out[:, i, 0], seen[i][G, 2 * T])
         np.testing.assert_array_equal(out[:, i, 1], seen[i][G, 2 * T + 1])
+
+
+def test_stmatrix_writes_what_ldmatrix_would_read(library, rng):
+    matrices = rng.integers(0, 1 << 16, size=(4, 8, 8), dtype=np.uint16)
+    lanes = np.stack([matrices[:, 2 * T, G], matrices[:, 2 * T + 1, G]], axis=2)  # [4, 32, 2]
+    words = np.ascontiguousarray(lanes.swapaxes(0, 1)).view(np.uint32)[:, :, 0]
+    out = per_lane(library, "StmatrixTrans", words, 4, shared_bytes=512)
+    np.testing.assert_array_equal(out, matrices.reshape(32, 8).view(np.uint32))
+
+
+def atoms(lines):
+    """Shared memory, as bfloat16, where `lines` [8 n, 64] lie as wgmma wants them swizzled."""
+    line, element = np.indices(lines.shape)
+    packet = element // 8 ^ line % 8
+    memory = np.empty(lines.size, ml_dtypes.bfloat16)
+    memory[line // 8 * 512 + line % 8 * 64 + packet * 8 + element % 8] = lines
+    return memory
+
+
+def fragments(x):
+    """What the lanes of a warpgroup hold of x [64, N], eight columns at a time: [128, N / 2]."""
+    row = np.arange(4)[:, None] * 16 + G  # [warp, lane]
+    values = [
+        x[row + 8 * half, 8 * i + 2 * T + j]
+        for i in range(x.shape[1] // 8)
+        for half in (0, 1)
+        for j in (0, 1)
+    ]
+    return np.ascontiguousarray(np.stack(values, axis=-1).reshape(128, -1))
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+@pytest.mark.parametrize("keep", [False, True], ids=["anew", "keep"])
+@pytest.mark.parametrize(("columns", "form"), WGMMA_FORMS)
+def test_wgmma_multiplies_swizzled_operands(library, rng, columns, form, keep, order):
+    a, b = rng.normal(size=(64, 64)), rng.normal(size=(64, columns))
+    a, b = (x.astype(ml_dtypes.bfloat16).astype(np.float64) for x in (a, b))
+    c = rng.normal(size=(64, columns)).astype(np.float32)
+    a_lines = a.T if "<kAcross" in form else a
+    if form.endswith("kAcross>"):  # lines of 64 columns, whatever the product takes of them
+        b_lines = np.pad(b, ((0, 0), (0, 64 - columns)), constant_values=np.nan)
+    else:
+        b_lines = b.T
+    # What lies around the operands is NaN. a from registers: four fragments of 64 x 16.
+    gap = np.full(512, np.nan, ml_dtypes.bfloat16)
+    image = runner.fenced(np.concatenate([gap, atoms(a_lines), gap, atoms(b_lines), gap]))
+    steps = [fragments(a[:, 16 * k : 16 * k + 16]) for k in range(4)]
+    registers = runner.fenced(bf16_words(np.stack(steps)))
+    before = runner.fenced(fragments(c))
+    out = runner.fenced(np.zeros_like(before))
+    params = WgmmaParams(
+        image.ctypes.data, registers.ctypes.data, before.ctypes.data, out.ctypes.data,
+        image.nbytes // 4, 1024, 1024 + 8192 + 1024, keep,
+    )  # fmt: skip
+    kernel = f"warpgroup<{columns}, {form}>"
+    library.launch(kernel, 1, 128, image.nbytes, bytes(params), order=order)
+    exact = fragments(a @ b + c * keep)
+    np.testing.assert_allclose(out, exact, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+@pytest.mark.parametrize(
+    ("case", "seen"),
+    [(0, 16), (1, np.nan), (2, 64), (3, 16), (4, np.nan), (5, np.nan), (6, 32)],
+)
+def test_wgmma_runs_as_late_as_it_may(library, case, seen, order):
+    out = np.zeros(128, np.float32)
+    launch = {"threads": 128, "shared_bytes": 9216, "order": order}
+    fault(library, f"in_flight<{case}>", out=out, **launch)
+    np.testing.assert_array_equal(out, np.float32(seen))
+
+
+@pytest.mark.parametrize("number", WGMMA_FAULTS)
+def test_faults_of_wgmma_are_reported(library, number):
+    launch = {"threads": 128, "shared_bytes": 9216}
+    with pytest.raises(RuntimeError, match=WGMMA_FAULTS[number]):
+        fault(library, f"faulty_wgmma<{number}>", **launch)
+    out = fault(library, "in_flight<0>", out=np.zeros(128, np.float32), **launch)  # starts afresh
+    np.testing.assert_array_equal(out, 16)
+
+
+def test_wgmma_needs_a_fence_and_a_warpgroup(library):
+    with pytest.raises(RuntimeError, match="no fence_async follows the last writes to a"):
+        fault(library, "unfenced_wgmma<128>", threads=128, shared_bytes=9216)
+    with pytest.raises(RuntimeError, match="its warpgroup has 2 of four warps"):
+        fault(library, "unfenced_wgmma<64>", threads=64, shared_bytes=9216)
 
 
 @pytest.mark.parametrize("mask", [1, 2, 4, 8, 16, 31])
@@ -387,7 +515,8 @@ def signatures(directory: Path) -> dict[str, set[str]]:
     for path in sorted(directory.glob("*.cuh")):
         text = path.read_text().split("namespace ptx {", 1)[-1]
         text = re.sub(r"(, )?LA_EMULATION_SITE", "", text)
-        text = re.sub(r"^(LA_DEVICE|LA_EMULATION_INLINE|inline) +", "", text, flags=re.MULTILINE)
+        marks = r"^(template <[^<>]*> )?(LA_DEVICE|LA_EMULATION_INLINE|inline) +"
+        text = re.sub(marks, "", text, flags=re.MULTILINE)
         lines = re.findall(r"^(\w[\w ]*\*? \w+\([^{;]*\)) \{", text, re.MULTILINE)
         found[path.name] = {" ".join(line.split()) for line in lines}
     return found

@@ -7,5 +7,6 @@
 #include "ptx/memory.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/wgmma.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/math.cuh"

@@ -1,7 +1,7 @@
 // Global memory. Loads take the read-only path: no kernel of this library reads what it writes.
 // They are volatile so that a prefetch stays where it was written, ahead of the arithmetic.
 #pragma once
-#include "ptx/types.cuh"
+#include "ptx/ldmatrix.cuh"
 
 namespace ptx {
 
@@ -29,6 +29,12 @@ LA_DEVICE u16 load_2(const void* p) {
   asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(r) : "l"(p));
   return r;
 }
+
+// 16 bytes to shared memory, past the registers; they are there behind the wait.
+LA_DEVICE void copy_16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from) : "memory");
+}
+LA_DEVICE void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 LA_DEVICE void store_16(void* p, const Word4& v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"

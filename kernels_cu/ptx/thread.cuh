@@ -16,6 +16,9 @@ LA_DEVICE void sync_named(i32 id, i32 count) { asm volatile("bar.sync %0, %1;" :
 template <class T>
 LA_DEVICE T shuffle_xor(T value, i32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
+template <class T>
+LA_DEVICE T shuffle_from(T value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+
 LA_DEVICE bool warp_any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
 
 // 0, which the compiler does not know: addresses that it enters cannot be computed before this point, where they would
@@ -27,7 +30,7 @@ LA_DEVICE i32 unknown_zero() {
 }
 
 LA_DEVICE unsigned char* dynamic_shared() {
-  extern __shared__ __align__(128) unsigned char la_dynamic_shared[];
+  extern __shared__ __align__(1024) unsigned char la_dynamic_shared[];
   return la_dynamic_shared;
 }
 

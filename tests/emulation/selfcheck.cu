@@ -72,6 +72,17 @@ struct Ldmatrix {
   }
 };
 
+// The way back: each matrix is written by its lanes, and each lane reads its row again.
+struct StmatrixTrans {
+  static constexpr int kThreads = 32;
+  static LA_DEVICE void run(const u32* in, u32* out, i32) {
+    u32* row = reinterpret_cast<u32*>(dynamic_shared()) + 4 * (31 - thread());
+    stmatrix_x4_trans(row, {in[0], in[1], in[2], in[3]});
+    sync_warp();
+    for (int i = 0; i < 4; ++i) out[i] = row[i];
+  }
+};
+
 struct Shuffles {
   static constexpr int kThreads = 64;
   static LA_DEVICE void run(const u32* in, u32* out, i32 mask) {
@@ -170,6 +181,55 @@ LA_KERNEL(128, 1) gemm(LA_GRID_CONSTANT const GemmParams params) {
   }
 }
 
+// d[64][N] = (c +) a[64][64] b[64][N] by four products of one group. Operands come as an image of
+// shared memory, or a as the registers [4][threads][4]; c and d as the registers [threads][N / 2].
+struct WgmmaParams {
+  const u32* image;
+  const u32* registers;
+  const float* c;
+  float* d;
+  i32 words, a, b;  // of the image; bytes to where the operands begin
+  i32 keep;
+};
+
+template <Major A, Major B>
+struct FromShared {
+  template <int kCount>
+  static LA_DEVICE void multiply(float (&d)[kCount], const WgmmaParams& params, int k, i32 keep) {
+    const unsigned char *a = dynamic_shared() + params.a, *b = dynamic_shared() + params.b;
+    wgmma<A, B>(d, wgmma_operand(a + k * (A == kAlongK ? 32 : 2048)),
+                wgmma_operand(b + k * (B == kAlongK ? 32 : 2048)), keep);
+  }
+};
+
+template <Major B>
+struct FromRegisters {
+  static LA_DEVICE void multiply(float (&d)[32], const WgmmaParams& params, int k, i32 keep) {
+    u32 a[4];
+    for (int i = 0; i < 4; ++i) a[i] = params.registers[(128 * k + thread()) * 4 + i];
+    const unsigned char* b = dynamic_shared() + params.b;
+    wgmma<B>(d, a, wgmma_operand(b + k * (B == kAlongK ? 32 : 2048)), keep);
+  }
+};
+
+template <int kColumns, class Form>
+LA_KERNEL(128, 1) warpgroup(LA_GRID_CONSTANT const WgmmaParams params) {
+  u32* shared = reinterpret_cast<u32*>(dynamic_shared());
+  for (int i = thread(); i < params.words; i += 128) shared[i] = params.image[i];
+  fence_async();
+  sync_block();
+  constexpr int kCount = kColumns / 2;
+  float d[kCount];
+  for (int i = 0; i < kCount; ++i) d[i] = params.c[thread() * kCount + i];
+  wgmma_pin(d);
+  wgmma_fence();
+  for (int k = 0; k < 4; ++k) Form::multiply(d, params, k, params.keep || k);
+  wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_pin(d);
+  for (int i = 0; i < kCount; ++i) params.d[thread() * kCount + i] = d[i];
+}
+
 // What a kernel must not do, by number.
 struct FaultParams {
   float* out;
@@ -253,6 +313,161 @@ LA_KERNEL(64, 1) faulty(LA_GRID_CONSTANT const FaultParams params) {
   }
   if constexpr (kFault == 28) sync_named(zero, 64);
   if constexpr (kFault == 29) sync_named(1, 48);
+}
+
+// A product of ones, 64x8x16: 16 everywhere. What may go wrong around it, by number.
+struct Ones {
+  float d[4] = {};
+  u64 a = wgmma_operand(dynamic_shared()), b = wgmma_operand(dynamic_shared() + 8192);
+
+  static constexpr int kBytes = 9216;
+  static LA_DEVICE void fill(u32 word) {
+    u32* shared = reinterpret_cast<u32*>(dynamic_shared());
+    for (int i = thread(); i < kBytes / 4; i += 128) shared[i] = word;
+    fence_async();
+    sync_block();
+  }
+  LA_DEVICE void multiply(i32 keep = 0) { wgmma<kAlongK, kAlongK>(d, a, b, keep); }
+};
+constexpr u32 kOnes = 0x3f803f80;  // a pair of bfloat16
+
+// out[0..127] = an accumulator of each thread
+template <int kCase>
+LA_KERNEL(128, 1) in_flight(LA_GRID_CONSTANT const FaultParams params) {
+  Ones::fill(kOnes);
+  Ones ones, more;
+  float seen = 0.f;
+  wgmma_fence();
+  ones.multiply();
+  wgmma_commit();
+  if constexpr (kCase == 0) wgmma_wait<0>();
+  if constexpr (kCase <= 1) seen = ones.d[0];  // 1: before the wait
+  if constexpr (kCase == 2) {  // overwritten before the wait
+    sync_block();
+    Ones::fill(kOnes + 0x00800080);  // twos
+  }
+  if constexpr (kCase == 3 || kCase == 4) {  // the first group has ended, the second has not
+    more.multiply();
+    wgmma_commit();
+    wgmma_wait<1>();
+    seen = kCase == 3 ? ones.d[0] : more.d[0];
+  }
+  if constexpr (kCase == 5) {  // a chain over two groups ends with the last
+    ones.multiply(1);
+    wgmma_commit();
+    wgmma_wait<1>();
+    seen = ones.d[0];
+  }
+  if constexpr (kCase == 6) {  // and begins anew without `keep`
+    ones.multiply(1);
+    ones.multiply(0);
+    ones.multiply(1);
+    wgmma_commit();
+  }
+  wgmma_wait<0>();
+  if constexpr (kCase == 2 || kCase == 6) seen = ones.d[0];
+  params.out[thread()] = seen;
+}
+
+template <int kFault>
+LA_KERNEL(128, 1) faulty_wgmma(LA_GRID_CONSTANT const FaultParams params) {
+  const int t = thread();
+  Ones::fill(kOnes);
+  Ones ones;
+  if constexpr (kFault == 0) {
+    wgmma_fence();
+    ones.multiply();
+  }
+  if constexpr (kFault == 1) {
+    wgmma_fence();
+    ones.multiply();
+    wgmma_commit();
+  }
+  if constexpr (kFault == 2) {
+    wgmma_fence();
+    ones.multiply();
+    wgmma_wait<0>();
+  }
+  if constexpr (kFault == 3) ones.multiply();
+  if constexpr (kFault == 4) {  // the first run was opened, the second was not
+    wgmma_fence();
+    ones.multiply();
+    wgmma_commit();
+    wgmma_wait<0>();
+    ones.multiply(1);
+  }
+  if constexpr (kFault == 5) {  // written behind the last fence_async
+    dynamic_shared()[4096] = 1;
+    sync_block();
+    wgmma_fence();
+    ones.multiply();
+    wgmma_commit();
+    wgmma_wait<0>();
+    if (t == 0) dynamic_shared()[4096] = 2;
+    sync_block();
+    wgmma_fence();
+    ones.multiply();
+  }
+  if constexpr (kFault == 6) {
+    wgmma_fence();
+    ones.multiply();
+    wgmma_commit();
+    if (t == 40) ones.d[2] += 1.f;
+    wgmma_wait<0>();
+  }
+  if constexpr (kFault == 7) {
+    wgmma_fence();
+    if (t % 32 == 3) ones.b += 1024 / 16;
+    ones.multiply();
+  }
+  if constexpr (kFault == 8) {
+    wgmma_fence();
+    if (t / 32 == 2) ones.a += 1024 / 16;
+    ones.multiply();
+    wgmma_commit();
+    wgmma_wait<0>();
+  }
+  if constexpr (kFault == 9) {
+    wgmma_fence();
+    if (t / 32 != 1) ones.multiply();
+    wgmma_commit();
+    wgmma_wait<0>();
+  }
+  if constexpr (kFault == 10) {
+    wgmma_fence();
+    wgmma<kAlongK, kAlongK>(ones.d, ones.a, ones.b ^ u64(3) << 62, 0);
+  }
+  if constexpr (kFault == 11) {
+    wgmma_fence();
+    wgmma<kAlongK, kAlongK>(ones.d, ones.b, ones.b, 0);
+  }
+  if constexpr (kFault == 12) {
+    wgmma_fence();
+    wgmma<kAlongK, kAcross>(ones.d, ones.a, ones.a + 32 / 16, 0);
+  }
+  if constexpr (kFault == 13) {
+    wgmma_fence();
+    wgmma<kAlongK, kAlongK>(ones.d, ones.a, ones.a + 128 / 16, 0);
+  }
+  if constexpr (kFault == 14) {
+    float d[16];
+    wgmma_fence();
+    wgmma<kAlongK, kAlongK>(d, ones.a, ones.a, 0);
+    wgmma<kAlongK, kAlongK>(reinterpret_cast<float(&)[4]>(d[4]), ones.a, ones.b, 0);
+  }
+  if constexpr (kFault == 15) wgmma_operand(dynamic_shared() + Ones::kBytes + params.zero);
+  if constexpr (kFault == 16) wgmma_operand(dynamic_shared() + 8 + params.zero);
+  if constexpr (kFault == 17) stmatrix_x4_trans(dynamic_shared() + Ones::kBytes - 8, {0, 0, 0, 0});
+}
+
+// No thread has called fence_async; and half a warpgroup.
+template <int kThreads>
+LA_KERNEL(kThreads, 1) unfenced_wgmma(LA_GRID_CONSTANT const FaultParams) {
+  Ones ones;
+  wgmma_fence();
+  ones.multiply();
+  wgmma_commit();
+  wgmma_wait<0>();
 }
 
 // Neighbouring warps exchange a number through shared memory; the barrier between is optional.

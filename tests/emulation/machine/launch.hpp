@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "machine/machine.hpp"
+#include "machine/products.hpp"
 #include "machine/traps.hpp"
 
 namespace emulation {
@@ -109,6 +110,7 @@ inline bool refuse(const char* what, long arrived, long allowed) {
 
 inline bool run_block(const Pages& stacks) {
   release_block();
+  reset_products();
   for (int i = 0; i < machine.thread_count; ++i) {
     // Stacks a power of two apart would all fall into the same few sets of the caches.
     const std::size_t colour = static_cast<std::size_t>(i % 64) * 320;

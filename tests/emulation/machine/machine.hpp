@@ -337,6 +337,8 @@ static void check_named_return() {
       fail_missed(__builtin_ctz(barrier.waiting), all_lanes);
 }
 
+static void check_products_return();  // machine/products.hpp
+
 // What a fiber runs: the kernel, then the hand-over to whoever is left.
 [[noreturn]] static void thread_main() {
   machine.kernel(machine.params);
@@ -349,6 +351,7 @@ static void check_named_return() {
   warp.ready &= ~lane;
   warp.returned |= lane;
   check_named_return();
+  check_products_return();
   if (const int next = pick(warp_index); next != none) run(next);
   for (int w = 0; w < machine.warp_count; ++w)
     if (machine.warps[w].returned != all_lanes) run_other_warp();

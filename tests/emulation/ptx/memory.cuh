@@ -39,6 +39,14 @@ inline Word2 load_8(const void* p) { return emulation::load<Word2>(p, "load_8");
 inline u32 load_4(const void* p) { return emulation::load<u32>(p, "load_4"); }
 inline u16 load_2(const void* p) { return emulation::load<u16>(p, "load_2"); }
 
+// Done at once: as late as the wait would show only what is read before it, and that reads the
+// NaN that shared memory starts with.
+inline void copy_16(void* to, const void* from) {
+  const Word4 word = emulation::load<Word4>(from, "copy_16");
+  __builtin_memcpy(to, &word, sizeof word);
+}
+inline void copy_wait() {}
+
 inline void store_16(void* p, const Word4& v) { emulation::store(p, v, "store_16"); }
 inline void store_8(void* p, const Word2& v) { emulation::store(p, v, "store_8"); }
 inline void store_4(void* p, u32 v) { emulation::store(p, v, "store_4"); }

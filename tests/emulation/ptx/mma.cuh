@@ -6,6 +6,7 @@
 // and c = (g, 2t..2t+1), (g+8, 2t..2t+1) in all of them (f64 has the first pair only).
 #pragma once
 #include "machine/machine.hpp"
+#include "machine/products.hpp"
 #include "ptx/convert.cuh"
 #include "ptx/types.cuh"
 
@@ -18,8 +19,6 @@ struct MmaLane {
 };
 
 // c[16][8] += a[16][K] b[K][8] in float32. Rows of 8 are one vector, whatever the optimiser does.
-typedef float Row8 __attribute__((vector_size(32)));
-
 template <int K>
 LA_EMULATION_INLINE void multiply(const Lanes<MmaLane>& lanes, const float (&a)[16][K],
                                   const Row8 (&b)[K]) {

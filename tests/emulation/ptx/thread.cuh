@@ -20,6 +20,11 @@ inline void shuffle(Lanes<ShuffleLane<T>> lanes) {
   for (int i = 0; i < warp_size; ++i) lanes[i].result = lanes[(i ^ lanes[i].mask) & 31].value;
 }
 
+template <class T>
+inline void shuffle_from(Lanes<ShuffleLane<T>> lanes) {
+  for (int i = 0; i < warp_size; ++i) lanes[i].result = lanes[lanes[i].mask & 31].value;
+}
+
 inline void any(Lanes<bool> predicates) {
   bool any = false;
   for (int i = 0; i < warp_size; ++i) any = any || predicates[i];
@@ -49,6 +54,14 @@ inline T shuffle_xor(T value, i32 mask, LA_EMULATION_SITE) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffle_xor: T must have 4 or 8 bytes");
   emulation::ShuffleLane<T> mine = {value, mask, value};
   emulation::warp_collective<emulation::shuffle<T>>({"shuffle_xor", file, line}, mine);
+  return mine.result;
+}
+
+template <class T>
+inline T shuffle_from(T value, i32 lane, LA_EMULATION_SITE) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffle_from: T must have 4 or 8 bytes");
+  emulation::ShuffleLane<T> mine = {value, lane, value};
+  emulation::warp_collective<emulation::shuffle_from<T>>({"shuffle_from", file, line}, mine);
   return mine.result;
 }
 
