@@ -18,10 +18,17 @@ template <class Config>
 LA_KERNEL(Config::kThreads, Config::kMinBlocks) sweep(LA_GRID_CONSTANT const Params p) {
   Block<Config>& block = Block<Config>::make(p);
   block.start(p);
+  if constexpr (Config::Arith::kWarpgroups) {
+    RunningSums<Config>::begin(block);
+    ptx::fence_async();
+    ptx::sync_block();
+  }
   if (warp_id() < Config::kWorkers) {
+    Config::template share_registers<Config::kWorkerRegisters>();
     typename Products<Config>::State state;
     Work<Config>{p, block, state}.run();
   } else {
+    Config::template share_registers<Config::kLoaderRegisters>();
     Load<Config>(p, block).run();
   }
 }

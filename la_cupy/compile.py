@@ -41,7 +41,7 @@ def source_text(spec: Spec) -> str:
 
 
 def options() -> tuple[str, ...]:
-    """What NVRTC is told besides the arch, which CuPy adds."""
+    """What NVRTC is told besides the arch."""
     return ("-std=c++17", f"-I{source_folder()}")
 
 
@@ -106,8 +106,10 @@ def _load(spec: Spec, device: int) -> Any:
 def _function(spec: Spec) -> Any:
     import cupy
 
+    # Behind the arch of the device, which CuPy adds, ours counts: sm_90 has wgmma as sm_90a only.
+    arch = (f"-arch={spec.target}",) if spec.target else ()
     module = cupy.RawModule(
-        code=source_text(spec), options=options(), name_expressions=(spec.name,)
+        code=source_text(spec), options=(*options(), *arch), name_expressions=(spec.name,)
     )
     return module.get_function(spec.name)
 

@@ -13,11 +13,13 @@ from .params import DOTS
 
 ARITHMETIC = {"bfloat16": "Bf16", "float16": "Tf32", "float64": "F64"}
 """float16 is computed in TF32, which holds its numbers exactly and its sums without overflow."""
+WGMMA = "Bf16Wgmma"
+"""What takes the place of Bf16 on sm_90a for D and E up to 128: see kernels_cu/chunk/warpgroup.cuh."""
 FEATURES = {name: name.capitalize() for name in FEATURE_MAPS}
 """The policies of kernels_cu/chunk/features.cuh."""
 ROLES = ("Forward", "GradQ", "GradV", "GradK")
 
-_ELEMENT = {"Bf16": 2, "Tf32": 4, "Tf32x3": 4, "F64": 8}
+_ELEMENT = {"Bf16": 2, WGMMA: 2, "Tf32": 4, "Tf32x3": 4, "F64": 8}
 _BLOCK_RESERVED = 1024  # shared memory that CUDA itself takes from a multiprocessor for a block
 
 
@@ -43,6 +45,11 @@ class KernelSpec:
     columns: int
     chunk: int
     slices: int
+
+    @property
+    def target(self) -> str | None:
+        """The arch to compile for, where that of the device is not enough."""
+        return "sm_90a" if self.arith == WGMMA else None
 
     @property
     def element(self) -> int:
@@ -100,12 +107,15 @@ class SweepSpec(KernelSpec):
         copies = 1 if self.arith == "F64" else 2
         tiles = copies * tiles + 2 * self._tile(self.columns)  # the stage exists twice in any case
         if self.causal:
-            tiles += self._tile(max(self.chunk, 128 // self.element))
+            ones = self.arith == WGMMA and self.role == "GradQ"
+            tiles += (1 + ones) * self._tile(max(self.chunk, 128 // self.element))
+        if self.arith == WGMMA:  # eight lines for vectors, and twice for delta
+            tiles += 8 * (self.inner + 2 * 64) * self.element
         row_blocks = self.chunk // 16
         groups = max(1, min(row_blocks, self.workers // row_blocks))
         numbers = 6 * self.inner + 2 * self.columns + self.loaders * (self.inner + self.columns)
-        numbers += self.chunk * (groups + 8 + DOTS * self.workers + 3)
-        return tiles + 128 + numbers * self.accumulator
+        numbers += self.chunk * (groups + 8 + DOTS * self.workers + 4)
+        return tiles + 192 + numbers * self.accumulator
 
     @property
     def waiting(self) -> int:
@@ -121,6 +131,8 @@ class SweepSpec(KernelSpec):
     def resident(self) -> int:
         """Blocks for which a multiprocessor has registers; kMinBlocks of the configuration."""
         if max(self.inner, self.row) * self.element >= 512 or self.arith == "F64":
+            return 1
+        if self.arith == WGMMA and self.inner == 128:
             return 1
         return max(1, (384 if 2 * self.loaders <= self.workers else 512) // self.threads)
 
@@ -170,6 +182,7 @@ class ScanSpec:
 
     double: bool
 
+    target = None
     source = "scan.cu"
     threads = 256
     shared_bytes = 0
@@ -208,6 +221,7 @@ _SHORT: _Tilings = ((16, 1), (16, 0.5))
 _FLOAT32: dict[int, _Tilings] = {32: _SHORT, 64: _SHORT, 128: ((16, 1),), 256: ((16, 1),)}
 _SWEEPS: dict[str, dict[int, _Tilings]] = {
     "Bf16": {64: _HALF, 128: _HALF, 256: ((16, 1),)},
+    WGMMA: {64: ((64, 1),), 128: ((64, 1),)},
     "Tf32": _FLOAT32,
     "Tf32x3": _FLOAT32,
     "F64": {width: ((16, 1),) for width in (32, 64, 128, 256)},
@@ -234,9 +248,22 @@ def _columns(width: int, arith: str, widest: int) -> list[int]:
 
 
 def sweep_spec(
-    role: str, arith: str, feature: str, d: int, e: int, causal: bool, device: DeviceInfo
+    role: str,
+    arith: str,
+    feature: str,
+    d: int,
+    e: int,
+    causal: bool,
+    device: DeviceInfo,
+    shared: bool = False,
 ) -> SweepSpec:
-    """The specialisation of `sweep` for widths d and e on `device`."""
+    """The specialisation of `sweep` for widths d and e on `device`.
+
+    `shared`: several heads of q have k and v in common.
+    """
+    sums_heads = causal and shared and role in ("GradV", "GradK")
+    if arith == "Bf16" and device.arch == 90 and max(d, e) <= 128 and not sums_heads:
+        arith = WGMMA
     key_features = role in ("Forward", "GradV")
     inner = padded(d if key_features else e, arith)
     width = e if key_features else d
@@ -245,7 +272,7 @@ def sweep_spec(
     blocks = _columns(width, arith, _widest(arith, widest))
     for columns, (chunk, share) in (
         *product(blocks, _SWEEPS[arith][widest]),
-        *product(blocks, _LAST),
+        *product(blocks, _LAST if arith != WGMMA else ()),
     ):
         row = columns if key_features else max(columns, padded(width, arith))
         workers = columns // (8 * slices)
@@ -296,6 +323,8 @@ def _fits(spec: SweepSpec | StateSpec, device: DeviceInfo) -> bool:
         return False
     row_blocks, warps = spec.chunk // 16, spec.workers
     tiles = warps % row_blocks == 0 or row_blocks % warps == 0
+    if spec.arith == WGMMA:
+        return True
     if isinstance(spec, StateSpec):
         most = 80 if spec.arith == "F64" else 24 if spec.reversed else 32
     elif spec.resident == 1 and spec.threads <= 256:  # 255 registers

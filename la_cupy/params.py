@@ -57,6 +57,8 @@ PARAMS = np.dtype(
         ("phase", np.int32),
         ("a", np.float64),
         ("b", np.float64),
+        ("a_float", np.float32),
+        ("b_float", np.float32),
     ],
     align=True,
 )

@@ -99,8 +99,16 @@ class _Planner:
         )
 
     def spec(self, role: str) -> SweepSpec:
-        feature = self.p.options.feature_map
-        return sweep_spec(role, self.arith, feature, self.p.d, self.p.e, self.causal, self.device)
+        p, axes = self.p, self.axes(role)
+        shared = prod(axes.sizes[i] for i in axes.group) > 1
+        of = role, self.arith, p.options.feature_map, p.d, p.e, self.causal, self.device
+        alone, spec = sweep_spec(*of), sweep_spec(*of, shared=shared)
+        if alone.arith != spec.arith:
+            self.reasons.append(
+                f"{role} sums over the heads that share k and v, which {spec.arith} does and "
+                f"{alone.arith} does not"
+            )
+        return spec
 
     def axes(self, role: str) -> Axes:
         by_query = role in ("Forward", "GradQ")

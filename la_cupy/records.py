@@ -201,6 +201,7 @@ def walk_launch(
     p["unit_norm"], p["normalize"] = options.qk_norm == "l2", options.normalize
     p["phase"] = PHASES[course.phase]
     p["a"], p["b"] = options.a, options.b
+    p["a_float"], p["b_float"] = options.a, options.b
     return record.launch(spec, axes.heads * course.segments * course.splits)
 
 

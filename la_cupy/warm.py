@@ -28,7 +28,8 @@ _LENGTH = 1 << 20
 
 
 def specs(device: DeviceInfo, kind: str, width: int, feature: str) -> list[Spec]:
-    """The kernels for D = E = `width`, causal or not, forward and backward, with states.
+    """The kernels for D = E = `width`, causal or not, forward and backward, with states, k and v of
+    a head's own or shared.
 
     Lengths, batches, strides and the other options need no kernels of their own, and neither
     does a width that is padded to the same power of two.
@@ -38,15 +39,16 @@ def specs(device: DeviceInfo, kind: str, width: int, feature: str) -> list[Spec]
     rows = _stand_in(dtype, 1, _LENGTH, width)
     state = State(*(_stand_in(sums, 1, *own) for own in ((width, width), (width,), (width,), ())))
     found: dict[Spec, None] = {}
-    for causal in (False, True):
+    for causal, heads in product((False, True), (1, 2)):
+        queries = _stand_in(dtype, heads, _LENGTH, width)
         options: dict[str, Any] = {
             "causal": causal,
             "feature_map": feature,
             "precision": "tf32" if kind == "tf32" else "highest",
             "initial_state": state,
         }
-        forward = forward_problem(rows, rows, rows, **options)
-        backward = backward_problem(rows, rows, rows, rows, dstate=state, **options)
+        forward = forward_problem(queries, rows, rows, **options)
+        backward = backward_problem(queries, queries, rows, rows, dstate=state, **options)
         for plan in (forward_plan(forward, device, True), backward_plan(backward, device, True)):
             found |= {launch.spec: None for launch in plan.launches}
     return list(found)

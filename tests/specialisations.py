@@ -38,12 +38,18 @@ MatrixSpec = SweepSpec | StateSpec
 
 
 def matrix_spec(
-    kernel: tuple[str, bool], arith: str, feature: str, d: int, e: int, device: DeviceInfo
+    kernel: tuple[str, bool],
+    arith: str,
+    feature: str,
+    d: int,
+    e: int,
+    device: DeviceInfo,
+    shared: bool = False,
 ) -> MatrixSpec:
-    """What a plan takes for one of KERNELS."""
+    """What a plan takes for one of KERNELS, where k and v are `shared` by heads or not."""
     role, causal = kernel
     if role in ROLES:
-        return sweep_spec(role, arith, feature, d, e, causal, device)
+        return sweep_spec(role, arith, feature, d, e, causal, device, shared)
     return state_spec(arith, feature, d, e, role == "queries", device)
 
 
@@ -90,8 +96,10 @@ def specialisations(
     found: dict[MatrixSpec, None] = {}
     for arith in arithmetics:
         sizes = widths(arith, device)
-        for kernel, feature, d, e in product(kernels, features, sizes, sizes):
-            spec = _spec(kernel, arith, feature, d, e, device)
+        for kernel, feature, d, e, shared in product(
+            kernels, features, sizes, sizes, (False, True)
+        ):
+            spec = _spec(kernel, arith, feature, d, e, device, shared)
             if spec is not None:
                 found[spec] = None
     return tuple(found)

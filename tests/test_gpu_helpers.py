@@ -130,7 +130,8 @@ def test_the_reduced_set_reaches_every_kernel() -> None:
     used = [launch.spec for plan in made for launch in plan.launches]
     assert {spec.source for spec in used} == {"sweep.cu", "accumulate.cu", "scan.cu"}
     sweeps = {(spec.arith, spec.role, spec.causal) for spec in used if isinstance(spec, SweepSpec)}
-    for arith in ("Bf16", "Tf32", "Tf32x3", "F64"):
+    assert {arith for arith, *_ in sweeps} >= {"Bf16"}  # of wide rows, and of heads that are shared
+    for arith in ("Bf16Wgmma", "Tf32", "Tf32x3", "F64"):
         for role in ROLES:
             assert {(arith, role, False), (arith, role, True)} <= sweeps, (arith, role)
     assert any("segments" in reason for plan in made for reason in plan.reasons)

@@ -25,7 +25,7 @@ from specialisations import (
 
 from la_cupy import dtypes
 from la_cupy.device import DeviceInfo
-from la_cupy.kernels import NoKernelError, StateSpec, SweepSpec, padded
+from la_cupy.kernels import WGMMA, NoKernelError, StateSpec, SweepSpec, padded
 from la_cupy.plan import Plan
 
 on_every_device = pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
@@ -267,3 +267,24 @@ def test_grouped_queries_share_keys() -> None:
             prod(x.shape) * dtypes.ITEMSIZE[x.dtype] for x in plan.workspace.values()
         ) if plan.workspace else 0  # fmt: skip
         assert largest < 2 * 4 * 8 * 512 * 64 * 2
+
+
+@on_every_device
+@pytest.mark.parametrize("causal", [False, True])
+def test_wgmma_where_there_is_some(device: DeviceInfo, causal: bool) -> None:
+    """On sm_90, in bfloat16 up to 128 columns, but where heads are summed over; the plan says so."""
+
+    def walks_of(width: int, heads: int) -> tuple[dict[str, str], str]:
+        made = plans(device, (3, heads), 300, None, width, causal=causal, kv_lead=(3, 1))
+        specs = [x.spec for plan in made for x in plan.launches]
+        reasons = "\n".join(reason for plan in made for reason in plan.reasons)
+        return {x.role: x.arith for x in specs if isinstance(x, SweepSpec)}, reasons
+
+    best = WGMMA if device.arch == 90 else "Bf16"
+    arithmetic, reasons = walks_of(100, 1)
+    assert set(arithmetic.values()) == {best} and "share k and v" not in reasons
+    arithmetic, reasons = walks_of(100, 2)
+    assert arithmetic["Forward"] == arithmetic["GradQ"] == best
+    assert arithmetic["GradK"] == arithmetic["GradV"] == ("Bf16" if causal else best)
+    assert ("share k and v" in reasons) == (causal and device.arch == 90)
+    assert set(walks_of(129, 1)[0].values()) == {"Bf16"}

@@ -12,6 +12,9 @@ struct Block {
 
   i32 zero;  // 0, see shared()
   Head head;
+  // Where the head's rows begin in each array, 0 for an array that is not there. A block that sums over heads finds those of
+  // its sources from turn to turn.
+  struct Places { u64 q, k, v, dout, dst, den, delta; } places;
   i32 split, group;   // which of the result's column blocks; how many heads are summed over
   int column0;        // first column of the result in this block
   i32 segment, chunks;
@@ -27,13 +30,16 @@ struct Block {
   }
 
   LA_DEVICE void describe(const Params& p) {
-    static_assert(sizeof(Block) <= 128, "the description must fit its place");
+    static_assert(sizeof(Block) <= Config::kDescriptionBytes, "the description must fit its place");
     zero = 0;
     u32 index = static_cast<u32>(block());
     split = static_cast<i32>(index % p.splits);
     index /= p.splits;
     segment = static_cast<i32>(index % p.segments);
     head.place(p, index / p.segments, 0, p.outer);
+    const auto place = [&](const Tensor& t) { return head.template address<typename Config::Arith>(t); };
+    places = {place(p.q), place(p.k), place(p.v), place(p.dout), place(p.dst), head.template place<Acc>(p.den),
+              head.template place<Acc>(p.delta)};
     group = kGroups ? group_size(p) : 1;
     column0 = split * Config::kColumns;
     const i64 first = segment * p.chunks_per_segment, left = p.chunks - first;
@@ -53,11 +59,12 @@ struct Block {
     i32 step = 0, member = 0, copy = 0;
     LA_DEVICE i32 row_copy() const { return step & 1; }
   };
-  static constexpr bool kGroups = Role::kReversed && Config::kCausal;
+  static constexpr bool kGroups = Config::kGrouped;
   LA_DEVICE bool exists(Turn t) const { return t.step < chunks; }
   LA_DEVICE bool begins(Turn t) const { return !kGroups || t.member == 0; }
   LA_DEVICE bool ends(Turn t) const { return !kGroups || t.member + 1 == group; }
   LA_DEVICE Turn after(Turn t) const {
+    if (!kGroups) return {t.step + 1, 0, (t.step + 1) & 1};
     const bool ended = ends(t);
     return {ended ? t.step + 1 : t.step, ended ? 0 : t.member + 1, t.copy ^ 1};
   }
@@ -68,6 +75,7 @@ struct Block {
     const StatePlace at = StatePlace::find<Acc>(p.start, head, p, first_slot(p));
     const u64 inner = !given ? 0 : Role::kKeyFeatures ? at.k_sum : at.v_sum;
     const u64 column = !given ? 0 : Role::kKeyFeatures ? at.v_sum : at.k_sum;
+    if constexpr (Config::Arith::kWarpgroups) prepare();
     if (thread() == 0) start_count = given ? load_number<Acc>(at.count, 0) : Acc(0);
     for (int copy = 0; copy < 2; ++copy) {
       read_vector<Acc>(inner_sum(copy), Config::kInner, inner, 0, Role::kKeyFeatures ? p.d : p.e, Config::kThreads);
@@ -83,6 +91,17 @@ struct Block {
       }
       sync_block();
     }
+  }
+
+  // What products with wgmma take for granted: no weights where no row sees a source, ones where it does, empty lines.
+  LA_DEVICE void prepare() {
+    for (int i = thread(); Config::kCausal && i < Config::kChunk * Config::kChunk; i += Config::kThreads) {
+      const int row = i / Config::kChunk, y = i % Config::kChunk;
+      reinterpret_cast<bf16*>(weights().packet(row, y / 8))[y % 8].bits = 0;
+      if constexpr (Config::kGradQ) reinterpret_cast<bf16*>(ones().packet(row, y / 8))[y % 8].bits = y <= row ? to_bf16(1.f) : 0;
+    }
+    u32* const lines = reinterpret_cast<u32*>(shared() + Config::kVectorLines);
+    for (int i = thread(); i < (Config::kDescription - Config::kVectorLines) / 4; i += Config::kThreads) lines[i] = 0;
   }
 
   LA_DEVICE bool last_segment(const Params& p) const { return segment + 1 == p.segments; }
@@ -123,6 +142,11 @@ struct Block {
     return {shared() + Config::kStage + copy * Config::ColumnTile::bytes(Config::kChunk)};
   }
   LA_DEVICE typename Config::WeightsTile weights() const { return {shared() + Config::kWeights}; }
+  LA_DEVICE typename Config::WeightsTile ones() const { return {shared() + Config::kOnes}; }
+  LA_DEVICE typename Config::VectorLines vector_lines() const { return {shared() + Config::kVectorLines}; }
+  LA_DEVICE typename Config::SourceLines source_lines(int copy) const {
+    return {shared() + Config::kSourceLines + (kSame<Role, GradK> ? copy * Config::SourceLines::bytes(8) : 0)};
+  }
 
   LA_DEVICE Acc* vector(int at) const { return reinterpret_cast<Acc*>(shared() + Config::kVectors) + at; }
   LA_DEVICE Acc* numbers(int copy, RowNumber which) const {

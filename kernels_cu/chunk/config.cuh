@@ -11,7 +11,7 @@ namespace la {
 // with y <= x, or y >= x where `kReversed`. A role says what A, B and C are; chunk/weights.cuh, what w is.
 //
 //              A         B         C         x        y
-//   Forward    phi(q)    phi(k)    v         query    key
+//   Forward    b phi(q)  phi(k)    v         query    key
 //   GradQ      g         v         phi(k)    query    key      then through phi and the norm of q
 //   GradV      phi(k)    phi(q)    g         key      query
 //   GradK      v         g         phi(q)    key      query    then through phi and the norm of k
@@ -38,7 +38,10 @@ struct SweepConfig {
   using Elem = typename Arith::Elem;
   using Acc = typename Arith::Acc;
   static constexpr int kInner = Inner, kColumns = Columns, kRow = Row, kChunk = Chunk, kSlices = Slices;
-  static constexpr bool kCausal = Causal;
+  static constexpr bool kCausal = Causal, kGradQ = kSame<Role, GradQ>;
+  // Gradients of k and v are summed over the heads that share them. A result that waits for other heads leaves warpgroups too few
+  // registers: they have one head, and the plan takes another arithmetic where heads are shared.
+  static constexpr bool kGrouped = Role::kReversed && Causal && !Arith::kWarpgroups;
   // GradQ works on k~ less this number. The rows of k~ may be a small part, which tells them apart, on top of phi(0), and it is
   // this part that rounding must spare.
   static constexpr int kKeyOffset = Feature::kAtZero;
@@ -49,18 +52,32 @@ struct SweepConfig {
   static constexpr int kLoaders = Loaders;
   static constexpr int kWorkerThreads = 32 * kWorkers, kLoaderThreads = 32 * kLoaders;
   static constexpr int kThreads = kWorkerThreads + kLoaderThreads;
-  // Where rows are wide, one block has the multiprocessor and its registers to itself.
-  static constexpr bool kAlone = larger(Inner, Row) * static_cast<int>(sizeof(Elem)) >= 512 || sizeof(Acc) == 8;
+  // Where rows are wide, or a warpgroup has a wide state, one block has the multiprocessor and its registers to itself.
+  static constexpr bool kAlone = larger(Inner, Row) * static_cast<int>(sizeof(Elem)) >= 512 || sizeof(Acc) == 8 ||
+                                 (Arith::kWarpgroups && Inner == 128);
   static constexpr int kMinBlocks = kAlone ? 1 : larger(1, (2 * kLoaders <= kWorkers ? 384 : 512) / kThreads);
   static constexpr int kRowBlocks = Chunk / 16;                             // 16-row blocks of a chunk
   static constexpr int kGroups = larger(1, smaller(kRowBlocks, kWorkers / kRowBlocks));  // warps that share a row block
   static constexpr int kWeightsWidth = larger(Chunk, 128 / static_cast<int>(sizeof(Elem)));
+  // Warpgroups share their registers out anew: workers hold the state, the result and an operand, loaders rows that wait.
+  static constexpr int kLaunchRegisters = 65536 / (kThreads * kMinBlocks) / 8 * 8;
+  static constexpr bool kShares = Arith::kWarpgroups && kLaunchRegisters < 200;
+  static constexpr int kWorkerRegisters = Inner == 64 ? (kGradQ ? 152 : 144) : kGradQ ? 160 : 152;
+  static constexpr int kLoaderRegisters = (kLaunchRegisters * kThreads / 32 - kWorkerRegisters * kWorkers) / Loaders / 8 * 8;
+  template <int Registers>
+  static LA_DEVICE void share_registers() {
+    if constexpr (!kShares) return;
+    else if constexpr (Registers > kLaunchRegisters) take_registers<Registers>();
+    else give_registers<Registers>();
+  }
   static_assert(Chunk % 16 == 0 && Columns % (8 * Slices) == 0 && Columns <= Row, "blocks must tile the result");
   static_assert(kWorkers >= 1 && (kWorkers % kRowBlocks == 0 || kRowBlocks % kWorkers == 0), "warps must tile the weights");
 
-  using InnerTile = SharedTile<Elem, Inner>;
-  using ColumnTile = SharedTile<Elem, Columns>;
-  using WeightsTile = SharedTile<Elem, kWeightsWidth>;
+  using InnerTile = typename Arith::template Tile<Inner, Chunk>;
+  using ColumnTile = typename Arith::template Tile<Columns, Chunk>;
+  using WeightsTile = typename Arith::template Tile<kWeightsWidth, Chunk>;
+  using VectorLines = typename Arith::template Tile<Inner, 8>;
+  using SourceLines = typename Arith::template Tile<kWeightsWidth, 8>;
 
   // Shared memory. The tiles of a chunk and its result exist twice: the next chunk is put down while this one is worked on, and
   // the result of the one before leaves. In float64 there is room for one copy of the tiles, and no registers for rows that
@@ -74,8 +91,12 @@ struct SweepConfig {
   static constexpr int kTiles = kX + (Role::kThroughFeatures ? ColumnTile::bytes(Chunk) : 0);  // of one copy
   static constexpr int kStage = kCopies * kTiles;
   static constexpr int kWeights = kStage + 2 * ColumnTile::bytes(Chunk);
-  static constexpr int kDescription = kWeights + (Causal ? WeightsTile::bytes(Chunk) : 0);  // see Block
-  static constexpr int kVectors = kDescription + 128;
+  static constexpr int kOnes = kWeights + (Causal ? WeightsTile::bytes(Chunk) : 0);  // of GradQ, see Products; then of RunningSums
+  static constexpr int kVectorLines = kOnes + (Causal && Arith::kWarpgroups && kGradQ ? WeightsTile::bytes(Chunk) : 0);
+  static constexpr int kSourceLines = kVectorLines + (Arith::kWarpgroups ? VectorLines::bytes(8) : 0);
+  static constexpr int kDescription = kSourceLines + (Arith::kWarpgroups ? 2 * SourceLines::bytes(8) : 0);  // see Block
+  static constexpr int kDescriptionBytes = 192;
+  static constexpr int kVectors = kDescription + kDescriptionBytes;
   // Vectors of accumulators, in elements from kVectors on.
   static constexpr int kInnerSum = 0;                          // [2][Inner]   sums of B
   static constexpr int kCentre = kInnerSum + 2 * Inner;        // [2][Inner]   GradQ: mean of v so far
@@ -86,8 +107,8 @@ struct SweepConfig {
   static constexpr int kRowParts = kColumnParts + kLoaders * Columns;      // [kGroups][Chunk] sums of weights
   static constexpr int kRowNumbers = kRowParts + kGroups * Chunk;       // [2][4][Chunk] see RowNumber
   static constexpr int kDotParts = kRowNumbers + 8 * Chunk;              // [kWorkers][Chunk][kRowSums]; Forward: [kWorkers][Chunk]
-  static constexpr int kRowDots = kDotParts + kRowSums * kWorkers * Chunk;        // [Chunk][3]
-  static constexpr int kSharedBytes = kVectors + static_cast<int>(sizeof(Acc)) * (kRowDots + 3 * Chunk);
+  static constexpr int kRowFactors = kDotParts + kRowSums * kWorkers * Chunk;      // [Chunk] RowFactors; see Epilogue
+  static constexpr int kSharedBytes = kVectors + static_cast<int>(sizeof(Acc)) * (kRowFactors + 4 * Chunk);
 };
 
 // Barriers: all threads of a block meet once a turn, and again behind it if there is one copy of the tiles; workers, and
@@ -95,9 +116,9 @@ struct SweepConfig {
 enum Barrier { kTurn = 1, kAmongWorkers = 2, kAmongLoaders = 3, kDone = 4 };
 
 // Numbers that belong to the rows of a chunk, from load.cuh:
-//   kFirst    Forward: q~ . k_sum;  GradQ: g . c;  GradK: delta of the source
+//   kFirst    Forward: b q~ . k_sum;  GradQ: g . c;  GradK: delta of the source
 //   kSecond   GradQ: g . (v_sum - count c)
-//   kInverse  GradQ: 1 / den
+//   kInverse  GradQ: 1 / den;  GradV, GradK: that of the source
 //   kNorm     GradQ, GradK: 1 / |x|
 enum RowNumber { kFirst, kSecond, kInverse, kNorm };
 
@@ -114,8 +135,8 @@ struct StateConfig {
   static constexpr int kWarps = Columns / (8 * Slices);
   static constexpr int kThreads = 32 * kWarps;
 
-  using InnerTile = SharedTile<Elem, Inner>;
-  using ColumnTile = SharedTile<Elem, Columns>;
+  using InnerTile = typename Arith::template Tile<Inner, Chunk>;
+  using ColumnTile = typename Arith::template Tile<Columns, Chunk>;
   static constexpr int kB = 0;
   static constexpr int kC = kB + InnerTile::bytes(Chunk);
   static constexpr int kVectors = kC + ColumnTile::bytes(Chunk);

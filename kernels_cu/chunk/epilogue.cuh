@@ -35,15 +35,9 @@ struct Epilogue {
   LA_DEVICE Epilogue(const Params& params, const Block<Config>& where, i32 at)
       : p(params), block(where), step(at), copy(at & 1), span(where.rows_at(at)) {}
 
-  // f(row, m, half) for the rows, 8 at a time, of which this warp holds accumulators: this lane has row + lane_row().
-  template <class F>
-  static LA_DEVICE void each_row(F f) {
-#pragma unroll
-    for (int m = 0; m < P::kRowBlocks; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) f(m * 16 + half * 8, m, half);
-    }
-  }
+  // What `apply` needs of a row: dx = (phi' (result - delta running + offset) - z along) inverse_norm, up to factors.
+  struct alignas(2 * sizeof(Acc)) RowFactors { Acc delta, along, offset, inverse_norm; };
+  LA_DEVICE RowFactors* row_factors() const { return reinterpret_cast<RowFactors*>(block.vector(Config::kRowFactors)); }
 
   // What a warp can do with its own columns: the whole of it, or its share of the sums over rows.
   LA_DEVICE void begin(typename P::Result& result, typename P::Result& running) {
@@ -51,58 +45,42 @@ struct Epilogue {
     if constexpr (Role::kThroughFeatures) {
       if (p.phase != kApply) row_dots(result, running);
     } else {
-      put(result);
+      P::store(block.stage(copy), result);
     }
   }
 
   // The rest, behind a barrier, where sums over rows are needed.
   LA_DEVICE void end(typename P::Result& result, typename P::Result& running) {
     if constexpr (Role::kThroughFeatures) {
-      row_coefficients();
+      find_row_factors();
       sync_named(kAmongWorkers, Config::kWorkerThreads);
       if (p.phase == kDots) return;
       apply(result, running);
-      put(result);
-    }
-  }
-
-  LA_DEVICE void put(typename P::Result& result) {
-    each_row([&](int row, int m, int half) {
-#pragma unroll
-      for (int n = 0; n < Config::kSlices; ++n) put(row, P::first_column() + n * 8, result[m][half][n]);
-    });
-  }
-
-  LA_DEVICE void put(int row, int column, const Cell<Acc>& c) {
-    if constexpr (Arith::kFixedType) {
-      Arith::store_pair(block.stage(copy), row, column, c.x[0], c.x[1]);
-    } else {  // unrounded: the stage is on its way out
-      typename Config::Elem* to = block.stage(copy).pair(row, column);
-      to[0] = c.x[0];
-      to[1] = c.x[1];
+      P::store(block.stage(copy), result);
     }
   }
 
   // Each warp finds the factors of all rows for itself, a row or two a lane: waiting for another would take longer.
   LA_DEVICE void normalise(typename P::Result& result) {
-    const Acc before = Acc(p.a) * block.count_before(step);
+    const Acc before = scalar_a<Acc>(p) * block.count_before(step);
     Acc* factors = block.vector(Config::kDotParts) + warp_id() * Config::kChunk;
     for (int row = lane_id(); row < Config::kChunk; row += 32) {
-      const Acc den = before + Acc(p.b) * block.numbers(copy, kFirst)[row] + sum_of_weights(block, row);
-      if (block.split == 0 && warp_id() == 0 && p.den.data != 0 && span.holds(row)) {
-        store_number(p.den.data, block.head.offset(p.den.lead) + span.first + row, den);
+      const Acc den = before + block.numbers(copy, kFirst)[row] + sum_of_weights(block, row);
+      if (block.split == 0 && warp_id() == 0 && block.places.den != 0 && span.holds(row)) {
+        store_number(block.places.den, span.first + row, den);
       }
       factors[row] = inverse_den(p, den);
     }
     sync_warp();
-    each_row([&](int row, int m, int half) {
-      const Acc factor = factors[row + lane_row()];
 #pragma unroll
-      for (int n = 0; n < Config::kSlices; ++n) {
+    for (int set = 0; set < P::kSets; ++set) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j) result[m][half][n].x[j] *= factor;
+      for (int i = 0; i < P::kRows; ++i) {
+        const Acc factor = factors[P::row(set, i)];
+#pragma unroll
+        for (int c = 0; c < P::kColumns; ++c) P::at(result, set, i, c) *= factor;
       }
-    });
+    }
   }
 
   // z, phi(z), phi'(z) and z phi'(z) at one place. Outside the array they multiply zeros.
@@ -113,61 +91,57 @@ struct Epilogue {
   }
 
   LA_DEVICE void apply(typename P::Result& result, typename P::Result& running) {
-    const Acc* coefficients = block.vector(Config::kRowDots);
-    each_row([&](int row8, int m, int half) {
-      const int row = row8 + lane_row();
-      const Acc delta = coefficients[3 * row], along = coefficients[3 * row + 1], offset = coefficients[3 * row + 2];
-      const Acc inverse_norm = block.numbers(copy, kNorm)[row];
 #pragma unroll
-      for (int n = 0; n < Config::kSlices; ++n) {
-        Acc z[2];
-        Arith::load_pair(block.tile_x(copy).pair(row8, P::first_column() + n * 8), z[0], z[1]);
+    for (int set = 0; set < P::kSets; ++set) {
+      Acc z[P::kRows][P::kColumns];
+      P::read(z, block.tile_x(copy), set);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          Acc& x = result[m][half][n].x[j];
-          const Mapped f = mapped(z[j]);
-          if constexpr (kGradQ) x = Acc(p.b) * (x - delta * running[m][half][n].x[j] + offset);
-          x = p.unit_norm ? (f.slope * x - f.z * along) * inverse_norm : f.slope * x;
+      for (int i = 0; i < P::kRows; ++i) {
+        const RowFactors row = row_factors()[P::row(set, i)];
+#pragma unroll
+        for (int c = 0; c < P::kColumns; ++c) {
+          Acc& x = P::at(result, set, i, c);
+          const Mapped f = mapped(z[i][c]);
+          if constexpr (kGradQ) x = scalar_b<Acc>(p) * (x - row.delta * P::at(running, set, i, c) + row.offset);
+          x = p.unit_norm ? (f.slope * x - f.z * row.along) * row.inverse_norm : f.slope * x;
         }
       }
-    });
+    }
   }
 
   LA_DEVICE void row_dots(typename P::Result& result, typename P::Result& running) {
-    each_row([&](int row, int m, int half) {
-      Acc dots[kRowSums] = {};
+    Acc* parts = block.vector(Config::kDotParts) + warp_id() * Config::kChunk * kRowSums;
 #pragma unroll
-      for (int n = 0; n < Config::kSlices; ++n) {
-        Acc z[2];
-        Arith::load_pair(block.tile_x(copy).pair(row, P::first_column() + n * 8), z[0], z[1]);
+    for (int set = 0; set < P::kSets; ++set) {
+      Acc z[P::kRows][P::kColumns], dots[kRowSums][P::kRows] = {};
+      P::read(z, block.tile_x(copy), set);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const Mapped f = mapped(z[j]);
-          const Acc y = result[m][half][n].x[j];
-          dots[0] = ptx::fma(f.radial, y, dots[0]);
+      for (int i = 0; i < P::kRows; ++i) {
+#pragma unroll
+        for (int c = 0; c < P::kColumns; ++c) {
+          const Mapped f = mapped(z[i][c]);
+          const Acc y = P::at(result, set, i, c);
+          dots[0][i] = ptx::fma(f.radial, y, dots[0][i]);
           if constexpr (kGradQ) {
-            dots[1] = ptx::fma(f.value, y, dots[1]);
-            dots[2] = ptx::fma(f.radial, running[m][half][n].x[j], dots[2]);
-            if (Config::kKeyOffset != 0 && block.column0 + P::first_column() + n * 8 + lane_column() + j < p.d) {
-              dots[3] += f.value;
-              dots[4] += f.radial;
+            dots[1][i] = ptx::fma(f.value, y, dots[1][i]);
+            dots[2][i] = ptx::fma(f.radial, P::at(running, set, i, c), dots[2][i]);
+            if (Config::kKeyOffset != 0 && block.column0 + P::column(c) < p.d) {
+              dots[3][i] += f.value;
+              dots[4][i] += f.radial;
             }
           }
         }
       }
 #pragma unroll
       for (int x = 0; x < kUsed; ++x) {
-        dots[x] += shuffle_xor(dots[x], 1);
-        dots[x] += shuffle_xor(dots[x], 2);
-        if ((lane_id() & 3) == 0) {
-          block.vector(Config::kDotParts)[(warp_id() * Config::kChunk + row + lane_row()) * kRowSums + x] = dots[x];
-        }
+        const Acc sum = P::sum_columns_of(dots[x]);
+        if (P::holds_sum()) parts[P::row(set, P::summed_row()) * kRowSums + x] = sum;
       }
-    });
+    }
   }
 
   // delta', z . h and what the offset adds to Y - delta' K, for each row, from its sums.
-  LA_DEVICE void row_coefficients() {
+  LA_DEVICE void find_row_factors() {
     for (int row = thread(); row < Config::kChunk; row += Config::kWorkerThreads) {
       const bool exists = span.holds(row);
       const i64 at = block.head.offset(p.dots.lead) + (span.first + row) * p.splits * kRowSums;
@@ -190,18 +164,15 @@ struct Epilogue {
         const Acc sum = sum_of_weights(block, row) + block.numbers(copy, kSecond)[row];
         const Acc inverse_den = block.numbers(copy, kInverse)[row];
         const Acc shift = Config::kKeyOffset * sum;  // of Y
-        if (p.normalize) delta = ptx::fma(Acc(p.a), sum, Acc(p.b) * ptx::fma(shift, dots[3], dots[1])) * inverse_den;
+        if (p.normalize) delta = ptx::fma(scalar_a<Acc>(p), sum, scalar_b<Acc>(p) * ptx::fma(shift, dots[3], dots[1])) * inverse_den;
         offset = Config::kKeyOffset * (sum - delta * block.count_seen(step, row));
-        along = Acc(p.b) * (dots[0] - delta * dots[2] + offset * dots[4]);
-        if (block.split == 0 && exists && p.delta.data != 0) {
+        along = scalar_b<Acc>(p) * (dots[0] - delta * dots[2] + offset * dots[4]);
+        if (block.split == 0 && exists && block.places.delta != 0) {
           const Acc whole = p.normalize ? delta + block.numbers(copy, kFirst)[row] : Acc(0);
-          store_number(p.delta.data, block.head.offset(p.delta.lead) + span.first + row, whole);
+          store_number(block.places.delta, span.first + row, whole);
         }
       }
-      Acc* coefficients = block.vector(Config::kRowDots) + 3 * row;
-      coefficients[0] = delta;
-      coefficients[1] = along;
-      coefficients[2] = offset;
+      row_factors()[row] = {delta, along, offset, block.numbers(copy, kNorm)[row]};
     }
   }
 
@@ -209,7 +180,7 @@ struct Epilogue {
   LA_DEVICE void copy_out() {
     if (p.dst.data == 0 || p.phase == kDots) return;
     using R = Rows<Arith, Config::kColumns, Config::kChunk, Config::kWorkerThreads>;
-    R::copy_out(p.dst, block.head.template address<Arith>(p.dst), span, block.column0,
+    R::copy_out(p.dst, block.places.dst, span, block.column0,
                 (Role::kKeyFeatures ? p.e : p.d) - block.column0, block.stage(copy));
   }
 };

@@ -74,18 +74,25 @@ struct Gather {
     for (int pass = 0; pass < RowsB::kPasses; ++pass) {
       const int row = RowsB::row(pass);
       if (RowsB::packet(0) == 0 && RowsB::inside(pass) && rows.holds(row)) {
-        count += kReversed ? -Acc(p.a) * delta_b.x[pass] : Acc(1);
+        count += kReversed ? -scalar_a<Acc>(p) * delta_b.x[pass] : Acc(1);
       }
-      if constexpr (kReversed) delta_b.x[pass] *= -Acc(p.b);
+      if constexpr (kReversed) delta_b.x[pass] *= -scalar_b<Acc>(p);
+    }
+    const i32 dtype_b = (kReversed ? p.q : p.k).dtype;
+    typename RowsB::Norms norms;
+    RowsB::set_ones(norms);
+    if constexpr (RowsB::kQuads) {
+      if (p.unit_norm) b.find(norms);
     }
 #pragma unroll
     for (int batch = 0; batch < RowsB::kBatches; ++batch) {
-      typename RowsB::Batch v = b.values(batch, (kReversed ? p.q : p.k).dtype);
-      Acc inverse[RowsB::kBatch];
-      if (p.unit_norm) RowsB::normalise(v, inverse);
+      typename RowsB::Batch v = b.values(batch, dtype_b);
+      if (RowsB::kQuads || p.unit_norm) RowsB::normalise(v, norms);
       RowsB::template map<Feature>(v, rows, p.d);
       if constexpr (kReversed) {
-        RowsB::add(inner_sum, v, delta_b);
+        Acc weight[RowsB::kBatch];
+        delta_b.read(weight, batch);
+        RowsB::add(inner_sum, v, weight);
       } else {
         RowsB::add(inner_sum, v);
       }
@@ -97,7 +104,11 @@ struct Gather {
 #pragma unroll
     for (int batch = 0; batch < RowsC::kBatches; ++batch) {
       typename RowsC::Batch v = c.values(batch, (kReversed ? p.dout : p.v).dtype);
-      if constexpr (kReversed) RowsC::scale(v, den_c);
+      if constexpr (kReversed) {
+        Acc inverse[RowsC::kBatch];
+        den_c.read(inverse, batch);
+        RowsC::scale(v, inverse);
+      }
       RowsC::store(tile_c(), v);
       RowsC::add(column_sum, v);
     }
@@ -121,7 +132,7 @@ struct Gather {
       const i32 next_member = wraps ? 0 : member + 1;
       if (next < chunks) fetch(next, next_member);
       if (step >= 0) {
-        P::update_state(state, tile_c(), tile_b(), kReversed ? Acc(p.b) : Acc(1));
+        P::update_state(state, tile_c(), tile_b(), kReversed ? scalar_b<Acc>(p) : Acc(1));
         sync_block();
       }
       step = next;
@@ -140,14 +151,14 @@ struct Gather {
     if (kOffset != 0) add_offset();
     const StatePlace at = StatePlace::find<Acc>(p.final, head, p, piece);
     StateCells<Config, true>::write(state, p, at.kv, column0, inner0);
-    if (inner0 == 0) write_sums(at.v_sum, Config::kColumnParts, Config::kColumns, column0, p.e, kReversed ? Acc(p.a) : Acc(1));
+    if (inner0 == 0) write_sums(at.v_sum, Config::kColumnParts, Config::kColumns, column0, p.e, kReversed ? scalar_a<Acc>(p) : Acc(1));
     if (column0 == 0) write_sums(at.k_sum, Config::kInnerParts, Config::kInner, inner0, p.d, Acc(1));
     if (column0 == 0 && inner0 == 0) write_sums(at.count, Config::kCounts, 1, 0, 1, Acc(1));
   }
 
   // kv += offset times the sums of C's columns, with the scale that kv has.
   LA_DEVICE void add_offset() {
-    const Acc scale = (kReversed ? Acc(p.b) : Acc(1)) * kOffset;
+    const Acc scale = (kReversed ? scalar_b<Acc>(p) : Acc(1)) * kOffset;
 #pragma unroll
     for (int n = 0; n < Config::kSlices; ++n) {
       const Acc sum = scale * total(Config::kColumnParts, Config::kColumns, P::first_column() + n * 8 + lane_row());

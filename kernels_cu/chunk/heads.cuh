@@ -36,6 +36,11 @@ struct Head {
     return t.data + static_cast<u64>(offset(t.lead) * element_bytes<Arith>(t));
   }
 
+  template <class Acc>
+  LA_DEVICE u64 place(const RowVector& v) const {
+    return v.data == 0 ? 0 : v.data + static_cast<u64>(offset(v.lead) * static_cast<i64>(sizeof(Acc)));
+  }
+
   // Whether this head is the one of those sharing a place along `lead` that may write there.
   LA_DEVICE bool first(const i64 (&lead)[kMaxRank]) const {
     bool yes = true;

@@ -1,7 +1,7 @@
 // The loaders: rows of the next chunk, fetched raw into registers well ahead and transformed on their way to shared
 // memory. No array is read twice for its norms, features or sums.
 #pragma once
-#include "chunk/block.cuh"
+#include "chunk/running_sums.cuh"
 
 namespace la {
 
@@ -18,118 +18,236 @@ struct Load {
   static constexpr bool kForward = kSame<Role, Forward>, kGradQ = kSame<Role, GradQ>, kGradV = kSame<Role, GradV>,
                         kGradK = kSame<Role, GradK>;
 
+  // Where workers do not take the sums over rows (RunningSums), loaders do. Where they do, v is copied as it is, past the
+  // registers.
+  static constexpr bool kSums = !Arith::kWarpgroups;
+  static constexpr bool kCopyA = !kSums && kGradK, kCopyB = !kSums && kGradQ, kCopyC = !kSums && kForward;
+
   const Params& p;
   const Block<Config>& block;
   InnerRows a;
-  ColumnRows x;  // GradQ: q, GradK: k
   InnerRows b;
   ColumnRows c;
-  typename InnerRows::Numbers den_a;           // GradQ
-  typename InnerRows::Numbers den_b, delta_b;  // GradK
-  typename ColumnRows::Numbers den_c;          // GradV
-  typename ColumnRows::Numbers delta_c;        // GradK
+  // Of the turn behind, too: 1 / den of the queries, and in GradK their delta. A thread brings a few rows' numbers for all.
+  static constexpr int kNumbers = (kGradK ? 2 : kGradQ || kGradV ? 1 : 0) * Config::kChunk;
+  static constexpr int kNumbersEach = (kNumbers + Config::kLoaderThreads - 1) / Config::kLoaderThreads;
+  Acc numbers[larger(1, kNumbersEach)];
 
   LA_DEVICE Load(const Params& params, const Block<Config>& where) : p(params), block(where) {}
 
-  // A tile's registers are free as soon as it is put down, and its rows of the turn behind are sent for at once: they have
-  // a whole turn to arrive.
+  // A tile's registers are free as soon as it is put down, and other rows are sent for at once: of A, B and C those of the turn
+  // behind, which have a whole turn to arrive. X is needed last and sent for last, where A was: so three arrays wait, not four.
   LA_DEVICE void run() {
     Turn next;
+    if constexpr (kNumbers > 0) {
+      fetch_numbers(next);
+      put_numbers(next);
+      sync_named(kAmongLoaders, Config::kLoaderThreads);
+    }
     if (Config::kPrefetch) {
       fetch_a(next);
-      fetch_x(next);
       fetch_b(next);
       fetch_c(next);
     }
 #pragma unroll 1
     while (true) {
-      if (block.exists(next)) {
-        const bool begins = block.begins(next);
-        each(next, [&](Turn t) { fetch_a(t); }, [&] { if (begins) put_a(next); });
-        each(next, [&](Turn t) { fetch_x(t); }, [&] { if (begins) put_x(next); });
-        each(next, [&](Turn t) { fetch_b(t); }, [&] { put_b(next); });
-        each(next, [&](Turn t) { fetch_c(t); }, [&] { put_c(next); });
-      }
+      const bool exists = block.exists(next);
+      if (exists) put(next);
+      if constexpr (Arith::kWarpgroups) fence_async();
       sync_named(kTurn, Config::kThreads);  // `next` is there
-      if (!block.exists(next)) return;
-      add_sums(next);
-      sync_named(kAmongLoaders, Config::kLoaderThreads);  // the sums for the turn behind it are there
+      if (!exists) return;
+      if constexpr (kSums) add_sums(next);
+      put_numbers(block.after(next));
+      // Sums and numbers for the turn behind it are there.
+      if constexpr (kSums || kNumbers > 0) sync_named(kAmongLoaders, Config::kLoaderThreads);
       if (Config::kCopies == 1) sync_named(kDone, Config::kThreads);
       next = block.after(next);
     }
   }
 
-  // Puts a tile of this turn down and sends for the next one; without prefetch, sends for this one first.
-  template <class Fetch, class Put>
-  LA_DEVICE void each(Turn turn, Fetch fetch, Put put) {
-    if (!Config::kPrefetch) fetch(turn);
-    put();
-    if (Config::kPrefetch) fetch(block.after(turn));
+  LA_DEVICE void put(Turn now) {
+    const bool begins = block.begins(now);
+    const Turn then = block.after(now);
+    ColumnRows x;  // GradQ: q, GradK: k
+    fetch_numbers(then);
+    copy_values(now);
+    if (!Config::kPrefetch) {
+      fetch_a(now);
+      if (begins) put_a(now);
+      fetch_x(x, now);
+      if (begins) put_x(x, now);
+      fetch_b(now);
+      put_b(now);
+      fetch_c(now);
+      put_c(now);
+    } else if (kCopyB) {  // the workers have more to do than the loaders, who may wait for X
+      put_a(now);
+      fetch_a(then);
+      put_c(now);
+      fetch_x(x, now);
+      fetch_c(then);
+      put_x(x, now);
+    } else if (Role::kThroughFeatures) {
+      if (begins) put_a(now);
+      fetch_x(x, now);
+      put_b(now);
+      fetch_a(then);
+      put_c(now);
+      fetch_b(then);
+      if (begins) put_x(x, now);
+      fetch_c(then);
+    } else {
+      if (begins) put_a(now);
+      fetch_a(then);
+      put_b(now);
+      fetch_b(then);
+      put_c(now);
+      fetch_c(then);
+    }
+    if constexpr (!kSums) copy_wait();
   }
 
-  // Which array is A, X, B, C, and where its head is.
+  // Which array is A, X, B, C, and where its rows begin.
   LA_DEVICE const Tensor& array_a() const { return kForward ? p.q : kGradQ ? p.dout : kGradV ? p.k : p.v; }
   LA_DEVICE const Tensor& array_x() const { return kGradQ ? p.q : p.k; }
   LA_DEVICE const Tensor& array_b() const { return kForward ? p.k : kGradQ ? p.v : kGradV ? p.q : p.dout; }
   LA_DEVICE const Tensor& array_c() const { return kForward ? p.v : kGradQ ? p.k : kGradV ? p.dout : p.q; }
 
-  LA_DEVICE Head head(Turn t) const {
+  using Places = typename Block<Config>::Places;
+  LA_DEVICE u64 place_a() const {
+    const Places& at = block.places;
+    return kForward ? at.q : kGradQ ? at.dout : kGradV ? at.k : at.v;
+  }
+  LA_DEVICE u64 place_x() const { return kGradQ ? block.places.q : block.places.k; }
+  LA_DEVICE u64 place_b(Turn t) const {
+    const Places& at = block.places;
+    if (sums_heads()) return source_head(t).template address<Arith>(array_b());
+    return kForward ? at.k : kGradQ ? at.v : kGradV ? at.q : at.dout;
+  }
+  LA_DEVICE u64 place_c(Turn t) const {
+    const Places& at = block.places;
+    if (sums_heads()) return source_head(t).template address<Arith>(array_c());
+    return kForward ? at.v : kGradQ ? at.k : kGradV ? at.dout : at.q;
+  }
+  LA_DEVICE u64 place(const RowVector& v, u64 own, Turn t) const {
+    return sums_heads() ? source_head(t).template place<Acc>(v) : own;
+  }
+
+  LA_DEVICE bool sums_heads() const { return Config::kGrouped && block.group > 1; }
+  LA_DEVICE Head source_head(Turn t) const {
     Head head = block.head;
-    if (Role::kReversed && block.group > 1) head.place(p, static_cast<u32>(t.member), p.outer, p.rank);
+    head.place(p, static_cast<u32>(t.member), p.outer, p.rank);
     return head;
   }
 
-  LA_DEVICE void fetch_a(Turn t) {
-    if (!block.exists(t) || !block.begins(t)) return;
-    const Span span = block.rows_at(t.step);
-    a.fetch(array_a(), block.head.template address<Arith>(array_a()), span, 0, Role::kKeyFeatures ? p.d : p.e);
-    if constexpr (kGradQ) den_a = InnerRows::fetch(p.den, block.head.offset(p.den.lead), span, Acc(1));
+  LA_DEVICE void copy_values(Turn t) const {
+    const u64 values = block.places.v;
+    if constexpr (kCopyA) InnerRows::copy_in(p.v, values, block.rows_at(t.step), 0, p.e, block.tile_a(t.row_copy()));
+    if constexpr (Config::kCausal && kCopyB) {
+      InnerRows::copy_in(p.v, values, block.sources_at(t.step), 0, p.e, block.tile_b(t.copy));
+    }
+    if constexpr (Config::kCausal && kCopyC) {
+      ColumnRows::copy_in(p.v, values, block.sources_at(t.step), block.column0, p.e - block.column0, block.tile_c(t.copy));
+    }
   }
 
-  LA_DEVICE void fetch_x(Turn t) {
+  LA_DEVICE void fetch_a(Turn t) {
+    if (kCopyA || !block.exists(t) || !block.begins(t)) return;
+    const Span span = block.rows_at(t.step);
+    a.fetch(array_a(), place_a(), span, 0, Role::kKeyFeatures ? p.d : p.e);
+  }
+
+  LA_DEVICE void fetch_x(ColumnRows& x, Turn t) const {
     if constexpr (Role::kThroughFeatures) {
       if (!block.exists(t) || !block.begins(t)) return;
-      x.fetch(array_x(), block.head.template address<Arith>(array_x()), block.rows_at(t.step), 0, p.d);
+      x.fetch(array_x(), place_x(), block.rows_at(t.step), 0, p.d);
     }
   }
 
   LA_DEVICE void fetch_b(Turn t) {
-    if constexpr (Config::kCausal) {
+    if constexpr (Config::kCausal && !kCopyB) {
       if (!block.exists(t)) return;
       const Span span = block.sources_at(t.step);
-      const Head at = head(t);
-      b.fetch(array_b(), at.template address<Arith>(array_b()), span, 0, Role::kKeyFeatures ? p.d : p.e);
-      if constexpr (kGradK) {
-        den_b = InnerRows::fetch(p.den, at.offset(p.den.lead), span, Acc(1));
-        delta_b = InnerRows::fetch(p.delta, at.offset(p.delta.lead), span, Acc(0));
-      }
+      b.fetch(array_b(), place_b(t), span, 0, Role::kKeyFeatures ? p.d : p.e);
     }
   }
 
   LA_DEVICE void fetch_c(Turn t) {
-    if constexpr (Config::kCausal) {
+    if constexpr (Config::kCausal && !kCopyC) {
       if (!block.exists(t)) return;
       const Span span = block.sources_at(t.step);
-      const Head at = head(t);
-      c.fetch(array_c(), at.template address<Arith>(array_c()), span, Role::kKeyFeatures ? block.column0 : 0,
+      c.fetch(array_c(), place_c(t), span, Role::kKeyFeatures ? block.column0 : 0,
               Role::kKeyFeatures ? p.e - block.column0 : p.d);
-      if constexpr (kGradV) den_c = ColumnRows::fetch(p.den, at.offset(p.den.lead), span, Acc(1));
-      if constexpr (kGradK) delta_c = ColumnRows::fetch(p.delta, at.offset(p.delta.lead), span, Acc(0));
+    }
+  }
+
+  // Where there is no den (rows are not divided) or no row, 1 and 0 take its place.
+  LA_DEVICE void fetch_numbers(Turn t) {
+    if (kNumbers == 0 || !block.exists(t)) return;
+    const Span span = kGradQ ? block.rows_at(t.step) : block.sources_at(t.step);
+    const i32 id = thread() - Config::kWorkerThreads;
+#pragma unroll
+    for (int pass = 0; pass < kNumbersEach; ++pass) {
+      const i32 i = id + pass * Config::kLoaderThreads, row = i % Config::kChunk;
+      const bool is_delta = i >= Config::kChunk;
+      const u64 from = is_delta ? place(p.delta, block.places.delta, t) : place(p.den, block.places.den, t);
+      numbers[pass] = is_delta ? Acc(0) : Acc(1);
+      if (i < kNumbers && from != 0 && span.holds(row)) numbers[pass] = load_number<Acc>(from, span.first + row);
+    }
+  }
+
+  LA_DEVICE void put_numbers(Turn t) const {
+    if (kNumbers == 0 || !block.exists(t)) return;
+    const int copy = kGradQ ? t.row_copy() : t.copy;
+    const i32 id = thread() - Config::kWorkerThreads;
+#pragma unroll
+    for (int pass = 0; pass < kNumbersEach; ++pass) {
+      const i32 i = id + pass * Config::kLoaderThreads;
+      if (i >= kNumbers) continue;
+      if (i < Config::kChunk) block.numbers(copy, kInverse)[i] = inverse_den(p, numbers[pass]);
+      if (i >= Config::kChunk) {
+        block.numbers(copy, kFirst)[i - Config::kChunk] = numbers[pass];
+        if constexpr (!kSums) {
+          RunningSums<Config>::split(block.source_lines(copy), 0, i - Config::kChunk, -scalar_b<Acc>(p) * numbers[pass]);
+        }
+      }
     }
   }
 
   template <class R>
-  LA_DEVICE typename R::Batch features(const R& rows, int batch, const Tensor& t, Span span) const {
+  LA_DEVICE typename R::Norms norms(R& rows) const {
+    typename R::Norms norms;
+    R::set_ones(norms);
+    if constexpr (R::kQuads) {
+      if (p.unit_norm) rows.find(norms);
+    }
+    return norms;
+  }
+
+  template <class R>
+  LA_DEVICE void normalise(typename R::Batch& v, typename R::Norms& norms) const {
+    if (R::kQuads || p.unit_norm) R::normalise(v, norms);
+  }
+
+  template <class R>
+  LA_DEVICE typename R::Batch features(const R& rows, typename R::Norms& norms, int batch, const Tensor& t, Span span) const {
     typename R::Batch v = rows.values(batch, t.dtype);
-    Acc inverse[R::kBatch];
-    if (p.unit_norm) R::normalise(v, inverse);
+    normalise<R>(v, norms);
     R::template map<Feature>(v, span, p.d);
     return v;
   }
 
+  // From dout to g.
+  template <class R>
+  LA_DEVICE void scale(typename R::Batch& v, int copy, int batch) const {
+    Acc inverse[R::kBatch];
+    R::read(inverse, block.numbers(copy, kInverse), batch);
+    R::scale(v, inverse);
+  }
+
   LA_DEVICE void put_a(Turn t) {
     if constexpr (kGradK && Arith::kFixedType) {
-      a.store_raw(block.tile_a(t.row_copy()));
+      if constexpr (!kCopyA) a.store_raw(block.tile_a(t.row_copy()));
     } else {
       put_a_batches(t);
     }
@@ -139,31 +257,35 @@ struct Load {
     using R = InnerRows;
     const Span span = block.rows_at(t.step);
     const int copy = t.row_copy();  // in these roles of the sums, too: each step is one turn
+    constexpr bool kDots = kSums && (kForward || kGradQ);
     typename R::Values first, second;
-    if constexpr (kForward) first = R::columns_of(block.inner_sum(copy));
-    if constexpr (kGradQ) {
+    if constexpr (kDots && kForward) first = R::columns_of(block.inner_sum(copy));
+    if constexpr (kDots && kGradQ) {
       first = R::columns_of(block.centre(copy));
       second = R::columns_of(block.rest(copy));
-      R::invert(p, den_a);
     }
+    typename R::Norms of_a;
+    if constexpr (Role::kKeyFeatures) of_a = norms(a);
 #pragma unroll
     for (int batch = 0; batch < R::kBatches; ++batch) {
       typename R::Batch v;
-      if constexpr (kForward) v = features(a, batch, p.q, span);
-      if constexpr (kGradV) v = features(a, batch, p.k, span);
+      if constexpr (kForward) {
+        v = features(a, of_a, batch, p.q, span);
+        R::each(v, [&](Acc& one, int, int) { one *= scalar_b<Acc>(p); });
+      }
+      if constexpr (kGradV) v = features(a, of_a, batch, p.k, span);
       if constexpr (kGradK) v = a.values(batch, p.v.dtype);
       if constexpr (kGradQ) {
         v = a.values(batch, p.dout.dtype);
-        R::scale(v, den_a);
-        R::store(block.numbers(copy, kInverse), batch, den_a.x + batch * R::kBatch);
+        scale<R>(v, copy, batch);
       }
       R::store(block.tile_a(copy), v);
       Acc dots[R::kBatch];
-      if constexpr (kForward || kGradQ) {
+      if constexpr (kDots) {
         R::dots(dots, v, &first, 0);
         R::store(block.numbers(copy, kFirst), batch, dots);
       }
-      if constexpr (kGradQ) {
+      if constexpr (kDots && kGradQ) {
         R::dots(dots, v, &second, 0);  // g . (v_sum - count c)
         R::store(block.numbers(copy, kSecond), batch, dots);
       }
@@ -171,86 +293,88 @@ struct Load {
   }
 
   // Rows of q or k themselves, normalised but not mapped, and 1 / |x|: what the gradient passes through.
-  LA_DEVICE void put_x(Turn t) {
+  LA_DEVICE void put_x(ColumnRows& x, Turn t) const {
     if constexpr (Role::kThroughFeatures) {
       using R = ColumnRows;
       const int copy = t.row_copy();
+      typename R::Norms of_x = norms(x);
 #pragma unroll
       for (int batch = 0; batch < R::kBatches; ++batch) {
         typename R::Batch v = x.values(batch, array_x().dtype);
-        Acc inverse[R::kBatch];
-#pragma unroll
-        for (Acc& one : inverse) one = 1;
-        if (p.unit_norm) R::normalise(v, inverse);
-        R::store(block.numbers(copy, kNorm), batch, inverse);
+        normalise<R>(v, of_x);
         R::store(block.tile_x(copy), v, block.column0);
+        if (p.unit_norm) R::store(block.numbers(copy, kNorm), batch, of_x.inverse + v.first);
       }
     }
   }
 
   LA_DEVICE void put_b(Turn t) {
-    if constexpr (Config::kCausal) {
+    if constexpr (Config::kCausal && !kCopyB) {
       using R = InnerRows;
       const Span span = block.sources_at(t.step);
+      typename R::Norms of_b;
+      if constexpr (Role::kKeyFeatures) of_b = norms(b);
+      constexpr bool kSum = kSums && (kForward || kGradQ);
       typename R::Values sum;
       R::clear(sum);
-      if constexpr (kGradK) R::invert(p, den_b);
 #pragma unroll
       for (int batch = 0; batch < R::kBatches; ++batch) {
         typename R::Batch v;
-        if constexpr (kForward) v = features(b, batch, p.k, span);
-        if constexpr (kGradV) v = features(b, batch, p.q, span);
+        if constexpr (Role::kKeyFeatures) v = features(b, of_b, batch, array_b(), span);
         if constexpr (kGradQ) v = b.values(batch, p.v.dtype);
         if constexpr (kGradK) {
           v = b.values(batch, p.dout.dtype);
-          R::scale(v, den_b);
-          R::store(block.numbers(t.copy, kFirst), batch, delta_b.x + batch * R::kBatch);
+          scale<R>(v, t.copy, batch);
         }
         R::store(block.tile_b(t.copy), v);
-        if constexpr (kForward || kGradQ) R::add(sum, v);
+        if constexpr (kSum) R::add(sum, v);
       }
-      if constexpr (kForward || kGradQ) R::template store_column_sums<Config::kInner>(block.vector(Config::kInnerParts), sum);
+      if constexpr (kSum) R::template store_column_sums<Config::kInner>(block.vector(Config::kInnerParts), sum);
     }
   }
 
   LA_DEVICE void put_c(Turn t) {
     if constexpr (Config::kCausal && kForward && Arith::kFixedType) {
-      c.store_raw(block.tile_c(t.copy));
+      if constexpr (!kCopyC) c.store_raw(block.tile_c(t.copy));
     } else if constexpr (Config::kCausal) {
       using R = ColumnRows;
       const Span span = block.sources_at(t.step);
       const int window = Role::kKeyFeatures ? 0 : block.column0;
+      typename R::Norms of_c;
+      if constexpr (Role::kThroughFeatures) of_c = norms(c);
+      constexpr bool kSum = kSums && kGradK;
       typename R::Values sum;
       R::clear(sum);
-      if constexpr (kGradV) R::invert(p, den_c);
-#pragma unroll
-      for (Acc& one : delta_c.x) one *= -Acc(p.b);
 #pragma unroll
       for (int batch = 0; batch < R::kBatches; ++batch) {
         typename R::Batch v;
         if constexpr (kForward) v = c.values(batch, p.v.dtype);
         if constexpr (kGradQ) {
-          v = features(c, batch, p.k, span);
+          v = features(c, of_c, batch, p.k, span);
           if (Config::kKeyOffset != 0) R::shift(v, span, p.d, Config::kKeyOffset);
         }
         if constexpr (kGradV) {
           v = c.values(batch, p.dout.dtype);
-          R::scale(v, den_c);
+          scale<R>(v, t.copy, batch);
         }
-        if constexpr (kGradK) {
-          v = features(c, batch, p.q, span);
-          R::add(sum, v, delta_c);
+        if constexpr (kGradK) v = features(c, of_c, batch, p.q, span);
+        if constexpr (kSum) {
+          Acc delta[R::kBatch];
+          R::read(delta, block.numbers(t.copy, kFirst), batch);
+#pragma unroll
+          for (Acc& one : delta) one *= -scalar_b<Acc>(p);
+          R::add(sum, v, delta);
         }
         R::store(block.tile_c(t.copy), v, window);
       }
-      if constexpr (kGradK) {
+      if constexpr (kSum) {
         R::template store_column_sums<Config::kColumns>(block.vector(Config::kColumnParts), sum, window);
       }
     }
   }
 
   // Adds the sums over a turn's sources to the running ones, in the other copy: this turn still needs the sums before it. The
-  // sums of C without weights come from the tensor cores; see Work::add_column_sums.
+  // sums of C without weights come from the workers; see Work::add_column_sums.
   LA_DEVICE void add_sums(Turn t) {
     if constexpr (Config::kCausal) {
       const int now = t.copy;

@@ -52,7 +52,20 @@ struct Params {
   i32 normalize;
   i32 phase;                  // see SweepPhase
   double a, b;
+  float a_float, b_float;     // the same: to convert them takes the double-precision unit, which is slow
 };
+
+template <class Acc>
+LA_DEVICE Acc scalar_a(const Params& p) {
+  if constexpr (sizeof(Acc) == 8) return p.a;
+  return p.a_float;
+}
+
+template <class Acc>
+LA_DEVICE Acc scalar_b(const Params& p) {
+  if constexpr (sizeof(Acc) == 8) return p.b;
+  return p.b_float;
+}
 
 // A result whose columns are split over blocks needs sums over whole rows first, from a run of its own.
 enum SweepPhase : i32 { kWhole = 0, kDots = 1, kApply = 2 };

@@ -58,41 +58,58 @@ struct Rows {
   using Acc = typename Arith::Acc;
   static constexpr int kPacket = 16 / sizeof(typename Arith::Elem);
   static constexpr int kPackets = Width / kPacket;
-  static constexpr int kLanes = kPackets < 32 ? kPackets : 32;
+  // With warpgroups, lanes stand as in an operand of mma.sync: four lanes a row. Then every second row takes its packets in another
+  // order, so that 8 lanes write to a line's 8 places at once.
+  static constexpr bool kQuads = Arith::kWarpgroups;
+  static constexpr int kMostLanes = kQuads ? 4 : 32;
+  static constexpr int kLanes = kPackets < kMostLanes ? kPackets : kMostLanes;
   static constexpr int kPerLane = kPackets / kLanes;
   static constexpr int kAtOnce = Threads / kLanes;
   static constexpr int kPasses = (Chunk + kAtOnce - 1) / kAtOnce;
-  static constexpr int kRegisters = kPerLane * kPacket * static_cast<int>(sizeof(Acc)) / 4;  // that a lane needs for a row
-  static constexpr int kBatch = kRegisters > 8 ? 1 : kPasses < 4 ? kPasses : 4;
-  static constexpr int kBatches = (kPasses + kBatch - 1) / kBatch;
+  // Where registers are few, a batch is one packet of a row.
+  static constexpr int kShare = kQuads ? 1 : kPerLane;  // packets of a row in a batch
+  static constexpr int kParts = kPerLane / kShare;
+  static constexpr int kRegisters = kShare * kPacket * static_cast<int>(sizeof(Acc)) / 4;  // that a lane needs for a row
+  static constexpr int kBatch = kRegisters > 8 || kQuads ? 1 : kPasses < 4 ? kPasses : 4;
+  static constexpr int kBatches = kPasses / kBatch * kParts;
   static_assert(kPasses % kBatch == 0, "batches must be whole");
   static_assert((kLanes & (kLanes - 1)) == 0, "the width of a tile must be a power of two");
 
   // A lane's share of one row, and of a batch of rows. The rows of a batch are treated side by side, step by step: a step has
   // a latency, which they hide for each other.
-  struct Values { Acc x[kPerLane][kPacket]; };
+  struct Values { Acc x[kShare][kPacket]; };
   struct Batch {
     Values row[kBatch];
-    int first;  // pass of the first row
+    int first, part;  // pass of the first row; first of its packets
   };
-  struct Numbers { Acc x[kPasses]; };  // one number for each row
+  static LA_DEVICE constexpr int first_pass(int batch) { return batch / kParts * kBatch; }
+  struct Numbers {  // one for each row
+    Acc x[kPasses];
+    LA_DEVICE void read(Acc (&numbers)[kBatch], int batch) const {
+#pragma unroll
+      for (int r = 0; r < kBatch; ++r) numbers[r] = x[first_pass(batch) + r];
+    }
+  };
 
   Word4 raw[kPasses][kPerLane];
 
   static LA_DEVICE u32 id() { return static_cast<u32>(thread()) - First; }
   static LA_DEVICE int row(int pass) { return static_cast<int>(id() / kLanes) + pass * kAtOnce; }
-  static LA_DEVICE int packet(int i) { return static_cast<int>(id() % kLanes) + i * kLanes; }
+  static LA_DEVICE int packet(int i) {
+    const int turn = kQuads ? static_cast<int>(id() / kLanes & 1) : 0;
+    return static_cast<int>(id() % kLanes) + (i ^ turn) * kLanes;
+  }
   static LA_DEVICE bool inside(int pass) { return Chunk % kAtOnce == 0 || row(pass) < Chunk; }
 
-  // The place of this thread's first packet, and the way to its next row, in bytes.
+  // The start of this thread's first row, and the way to its next one, in bytes.
   struct Cursor {
     char* at;
     i64 step;
-    LA_DEVICE char* place(int pass, int i, int packet_bytes) const { return at + pass * step + i * kLanes * packet_bytes; }
+    LA_DEVICE char* place(int pass, int i, int packet_bytes) const { return at + pass * step + packet(i) * packet_bytes; }
   };
   static LA_DEVICE Cursor cursor(const Tensor& t, u64 head, Span span, int column) {
     const int size = element_bytes<Arith>(t);
-    const i64 offset = (span.first + row(0)) * t.row + column + unknown_zero() + packet(0) * kPacket;
+    const i64 offset = (span.first + row(0)) * t.row + column + unknown_zero();
     return {reinterpret_cast<char*>(head) + offset * size, kAtOnce * t.row * size};
   }
   static LA_DEVICE bool all_whole(const Tensor& t, Span span, int width) {
@@ -119,6 +136,24 @@ struct Rows {
       for (int i = 0; i < kPerLane; ++i) {
         raw[pass][i] = fetch_packet<Arith, kPacket>(t, c.place(pass, i, bytes), exists ? width - packet(i) * kPacket : 0);
       }
+    }
+  }
+
+  // Rows as they are into a tile of this width, past the registers if they are whole: there behind ptx::copy_wait.
+  template <class Tile>
+  static LA_DEVICE void copy_in(const Tensor& t, u64 head, Span span, int column, int width, const Tile& tile) {
+    static_assert(Tile::kWidth == Width && Arith::kFixedType, "a tile must be as wide as its rows, and of their type");
+    if (all_whole(t, span, width)) {
+      const Cursor c = cursor(t, head, span, column);
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) copy_16(tile.packet(row(pass), packet(i)), c.place(pass, i, 16));
+      }
+    } else {
+      Rows rows;
+      rows.fetch(t, head, span, column, width);
+      rows.store_raw(tile);
     }
   }
 
@@ -151,11 +186,12 @@ struct Rows {
 
   LA_DEVICE Batch values(int batch, i32 dtype) const {
     Batch v;
-    v.first = batch * kBatch;
+    v.first = first_pass(batch);
+    v.part = batch % kParts;
 #pragma unroll
     for (int r = 0; r < kBatch; ++r) {
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) decode_packet(raw[batch * kBatch + r][i], dtype, v.row[r].x[i]);
+      for (int i = 0; i < kShare; ++i) decode_packet(raw[v.first + r][v.part + i], dtype, v.row[r].x[i]);
     }
     return v;
   }
@@ -166,9 +202,9 @@ struct Rows {
 #pragma unroll
     for (int r = 0; r < kBatch; ++r) {
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
+      for (int i = 0; i < kShare; ++i) {
 #pragma unroll
-        for (int j = 0; j < kPacket; ++j) f(v.row[r].x[i][j], r, packet(i) * kPacket + j);
+        for (int j = 0; j < kPacket; ++j) f(v.row[r].x[i][j], r, packet(v.part + i) * kPacket + j);
       }
     }
   }
@@ -180,7 +216,7 @@ struct Rows {
       const Values& vector = vectors[r * stride];
       Acc even = 0, odd = 0;
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
+      for (int i = 0; i < kShare; ++i) {
 #pragma unroll
         for (int j = 0; j < kPacket; j += 2) {
           even = ptx::fma(v.row[r].x[i][j], vector.x[i][j], even);
@@ -196,41 +232,107 @@ struct Rows {
     }
   }
 
-  static LA_DEVICE void scale(Batch& v, const Acc (&factor)[kBatch]) {
+  static LA_DEVICE void scale(Batch& v, const Acc* factor) {
     each(v, [&](Acc& x, int r, int) { x *= factor[r]; });
   }
 
-  static LA_DEVICE void scale(Batch& v, const Numbers& factor) {
-    each(v, [&](Acc& x, int r, int) { x *= factor.x[v.first + r]; });
+  // Of every row: the factor that makes its length 1, and 1 / |x|; where the squares leave the range of Acc, rows are scaled by a
+  // power of two first. A zero row stays zero, with 0.
+  struct Norms { Acc factor[kPasses], inverse[kPasses]; };
+
+  static LA_DEVICE void set_ones(Norms& norms) {
+#pragma unroll
+    for (Acc& x : norms.factor) x = 1;
   }
 
-  // v / |v|; leaves 1 / |v|. A zero row stays zero, with 0. Where the squares leave the range of Acc, rows are scaled by a
-  // power of two before they are taken.
-  static LA_DEVICE void normalise(Batch& v, Acc (&inverse)[kBatch]) {
-    using R = Range<Acc>;
-    Acc sum[kBatch];
-    dots(sum, v, v.row, 1);
+  // With quads, for all rows at once, before they are taken out of their registers, so that these are the only ones they need.
+  LA_DEVICE void find(Norms& norms) {
+    Acc sum[kPasses];
+    squares(sum);
     bool plain = true;
 #pragma unroll
-    for (int r = 0; r < kBatch; ++r) plain = plain && sum[r] >= R::kSmall && sum[r] <= R::kLarge;
-    if (!warp_any(!plain)) {
-#pragma unroll
-      for (int r = 0; r < kBatch; ++r) inverse[r] = ptx::reciprocal_sqrt(sum[r]);
-      scale(v, inverse);
-      return;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      plain = plain && in_range(sum[pass]);
+      norms.factor[pass] = norms.inverse[pass] = ptx::reciprocal_sqrt(sum[pass]);
     }
-    Acc prescale[kBatch];
+    if (!warp_any(!plain)) return;
+    Acc prescale[kPasses];
 #pragma unroll
-    for (int r = 0; r < kBatch; ++r) prescale[r] = sum[r] < R::kSmall ? R::kUp : sum[r] > R::kLarge ? R::kDown : Acc(1);
-    scale(v, prescale);
-    dots(sum, v, v.row, 1);
+    for (int pass = 0; pass < kPasses; ++pass) {
+      prescale[pass] = scale_for(sum[pass]);
 #pragma unroll
-    for (int r = 0; r < kBatch; ++r) {  // 0 for a zero row, NaN for NaN
-      inverse[r] = sum[r] > Acc(0) ? ptx::reciprocal_sqrt(sum[r]) : sum[r];
+      for (int i = 0; i < kPerLane; ++i) {
+        Acc x[kPacket];
+        decode_packet(raw[pass][i], Arith::kDType, x);
+#pragma unroll
+        for (Acc& one : x) one *= prescale[pass];
+        raw[pass][i] = Arith::encode(x);
+      }
     }
-    scale(v, inverse);
+    squares(sum);
 #pragma unroll
-    for (int r = 0; r < kBatch; ++r) inverse[r] *= prescale[r];
+    for (int pass = 0; pass < kPasses; ++pass) {
+      norms.factor[pass] = inverse_root(sum[pass]);
+      norms.inverse[pass] = norms.factor[pass] * prescale[pass];
+    }
+  }
+
+  // As they stand, raw rows are both factors of a product whose diagonal is their sums of squares: a row or two a lane.
+  LA_DEVICE void squares(Acc (&sum)[kPasses]) const {
+    static_assert(kQuads && kPasses <= 2, "lanes must stand as in an operand of 16 rows");
+    Acc c[kPasses][4] = {};
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+#pragma unroll
+      for (int w = 0; w < 4; w += 2) {
+        const Word4 &x = raw[0][i], &y = raw[kPasses - 1][i];
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+          const Word4& z = raw[pass][i];
+          mma_bf16(c[pass], {x.w[w], y.w[w], x.w[w + 1], y.w[w + 1]}, {z.w[w], z.w[w + 1]});
+        }
+      }
+    }
+    const int g = lane_row();
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      sum[pass] = shuffle_from(g & 1 ? c[pass][2 * pass + 1] : c[pass][2 * pass], g * 4 + g / 2);
+    }
+  }
+
+  static LA_DEVICE bool in_range(Acc sum) { return sum >= Range<Acc>::kSmall && sum <= Range<Acc>::kLarge; }
+  static LA_DEVICE Acc scale_for(Acc sum) {
+    return sum < Range<Acc>::kSmall ? Range<Acc>::kUp : sum > Range<Acc>::kLarge ? Range<Acc>::kDown : Acc(1);
+  }
+  static LA_DEVICE Acc inverse_root(Acc sum) { return sum > Acc(0) ? ptx::reciprocal_sqrt(sum) : sum; }  // NaN for NaN
+
+  // v / |v|.
+  static LA_DEVICE void normalise(Batch& v, Norms& norms) {
+    Acc* factor = norms.factor + v.first;
+    if constexpr (!kQuads) {
+      Acc* inverse = norms.inverse + v.first;
+      Acc sum[kBatch];
+      dots(sum, v, v.row, 1);
+      bool plain = true;
+#pragma unroll
+      for (int r = 0; r < kBatch; ++r) {
+        plain = plain && in_range(sum[r]);
+        factor[r] = inverse[r] = ptx::reciprocal_sqrt(sum[r]);
+      }
+      if (warp_any(!plain)) {
+        Acc prescale[kBatch];
+#pragma unroll
+        for (int r = 0; r < kBatch; ++r) prescale[r] = scale_for(sum[r]);
+        scale(v, prescale);
+        dots(sum, v, v.row, 1);
+#pragma unroll
+        for (int r = 0; r < kBatch; ++r) {
+          factor[r] = inverse_root(sum[r]);
+          inverse[r] = factor[r] * prescale[r];
+        }
+      }
+    }
+    scale(v, factor);
   }
 
   // phi of each element; 0 outside the array, where phi(0) need not be 0.
@@ -257,7 +359,7 @@ struct Rows {
 #pragma unroll
     for (int r = 0; r < kBatch; ++r) {
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) put(tile, v.first + r, i, window, Arith::encode(v.row[r].x[i]));
+      for (int i = 0; i < kShare; ++i) put(tile, v.first + r, v.part + i, window, Arith::encode(v.row[r].x[i]));
     }
   }
 
@@ -281,10 +383,20 @@ struct Rows {
 
   // One number for each row of a batch, to vector[row].
   static LA_DEVICE void store(Acc* vector, int batch, const Acc* numbers) {
-    if (packet(0) != 0) return;
+    if (id() % kLanes != 0 || batch % kParts != 0) return;
 #pragma unroll
     for (int r = 0; r < kBatch; ++r) {
-      if (inside(batch * kBatch + r)) vector[row(batch * kBatch + r)] = numbers[r];
+      const int pass = first_pass(batch) + r;
+      if (inside(pass)) vector[row(pass)] = numbers[r];
+    }
+  }
+
+  // And back.
+  static LA_DEVICE void read(Acc (&numbers)[kBatch], const Acc* vector, int batch) {
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) {
+      const int pass = first_pass(batch) + r;
+      numbers[r] = inside(pass) ? vector[row(pass)] : Acc(0);
     }
   }
 
@@ -310,7 +422,7 @@ struct Rows {
   static LA_DEVICE Values columns_of(const Acc* vector) {
     Values v;
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
+    for (int i = 0; i < kShare; ++i) {
 #pragma unroll
       for (int j = 0; j < kPacket; ++j) v.x[i][j] = vector[packet(i) * kPacket + j];
     }
@@ -319,7 +431,7 @@ struct Rows {
 
   static LA_DEVICE void clear(Values& v) {
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
+    for (int i = 0; i < kShare; ++i) {
 #pragma unroll
       for (int j = 0; j < kPacket; ++j) v.x[i][j] = 0;
     }
@@ -330,19 +442,19 @@ struct Rows {
 #pragma unroll
     for (int r = 0; r < kBatch; ++r) {
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
+      for (int i = 0; i < kShare; ++i) {
 #pragma unroll
         for (int j = 0; j < kPacket; ++j) sum.x[i][j] += v.row[r].x[i][j];
       }
     }
   }
-  static LA_DEVICE void add(Values& sum, const Batch& v, const Numbers& weight) {
+  static LA_DEVICE void add(Values& sum, const Batch& v, const Acc (&weight)[kBatch]) {
 #pragma unroll
     for (int r = 0; r < kBatch; ++r) {
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
+      for (int i = 0; i < kShare; ++i) {
 #pragma unroll
-        for (int j = 0; j < kPacket; ++j) sum.x[i][j] = ptx::fma(weight.x[v.first + r], v.row[r].x[i][j], sum.x[i][j]);
+        for (int j = 0; j < kPacket; ++j) sum.x[i][j] = ptx::fma(weight[r], v.row[r].x[i][j], sum.x[i][j]);
       }
     }
   }
@@ -353,7 +465,7 @@ struct Rows {
     constexpr int kVector = 16 / sizeof(Acc);
     struct alignas(16) Vector { Acc x[kVector]; };
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
+    for (int i = 0; i < kShare; ++i) {
       const int at = packet(i) * kPacket - window;
 #pragma unroll
       for (int j = 0; j < kPacket; ++j) {

@@ -1,7 +1,7 @@
 // The running state between registers and global memory, where it is kept as kv[D, E], k_sum[D], v_sum[E], count.
 #pragma once
 #include "chunk/heads.cuh"
-#include "chunk/products.cuh"
+#include "chunk/warpgroup.cuh"
 
 namespace la {
 

@@ -1,95 +1,95 @@
 // The weights w[x, y] of a chunk's rows on its own sources, into shared memory:
-//   Forward, GradV   a + b A[x].B[y]
+//   Forward          a + A[x].B[y]
+//   GradV            a + b A[x].B[y]
 //   GradQ            A[x].B[y] - g[x].c              (c: see Block::set_centre)
 //   GradK            b (A[x].B[y] - delta[y])
 // and, for rows that are queries, their sums over the sources.
 #pragma once
-#include "chunk/block.cuh"
+#include "chunk/running_sums.cuh"
 
 namespace la {
 
-template <class Config>
-LA_DEVICE typename Config::Acc weight(const Params& p, const typename Config::Acc* first, typename Config::Acc score, int row,
-                                      int column) {
+// The offsets are `of_row` and of_source[source].
+template <class Config, class Acc>
+LA_DEVICE Acc weight(const Params& p, Acc score, Acc of_row, const Acc* of_source, int source) {
   using Role = typename Config::Role;
-  using Acc = typename Config::Acc;
-  if constexpr (kSame<Role, GradQ>) return score - first[row];
-  if constexpr (kSame<Role, GradK>) return Acc(p.b) * (score - first[column]);
-  return ptx::fma(Acc(p.b), score, Acc(p.a));
+  if constexpr (kSame<Role, GradQ>) return score - of_row;
+  if constexpr (kSame<Role, GradK>) return scalar_b<Acc>(p) * (score - of_source[source]);
+  if constexpr (kSame<Role, Forward>) return scalar_a<Acc>(p) + score;
+  return ptx::fma(scalar_b<Acc>(p), score, scalar_a<Acc>(p));
 }
 
-// Takes the weights of a 16x16 block on sources that a row does not see, or that do not exist.
+// A warp makes the weights of 16 rows (of each kWorkers-th 16 rows, if warps are few) on every kGroups-th part of the sources.
 template <class Config>
-LA_DEVICE void mask(Cell<typename Config::Acc> (&w)[2][2], int m, int u, Span sources) {
+struct Weights {
+  using Role = typename Config::Role;
+  using Acc = typename Config::Acc;
+  using P = Products<Config>;
+  using Turn = typename Block<Config>::Turn;
+  static constexpr int kBlocks = Config::kRowBlocks, kGroups = Config::kGroups;
+  static constexpr int kEach = (kBlocks + kGroups - 1) / kGroups;
+  static constexpr bool kReversed = Role::kReversed;
+  using Scores = typename P::template Scores<kEach>;
+
+  static LA_DEVICE int group() { return warp_id() / kBlocks; }
+
+  // Where products run on their own, `begin` starts the scores that `finish` makes weights of. `of_rows`: offsets of the lane's two
+  // rows, if they are known.
+  static LA_DEVICE void begin(Scores& scores, const Block<Config>& block, Turn turn) {
+    if constexpr (P::kAsynchronous) {
+      score(scores, block, turn, warp_id() % kBlocks);
+    }
+  }
+
+  static LA_DEVICE void finish(Scores& scores, const Params& p, const Block<Config>& block, Turn turn, Acc (&of_rows)[2]) {
+    if constexpr (P::kAsynchronous) {
+      make(scores, p, block, turn, warp_id() % kBlocks, of_rows);
+      fence_async();
+    } else {
+      if (group() >= kGroups) return;
+#pragma unroll 1
+      for (int m = warp_id() % kBlocks; m < kBlocks; m += Config::kWorkers) {
+        score(scores, block, turn, m);
+        if constexpr (kSame<Role, GradQ>) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = m * 16 + half * 8 + lane_row();
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int y = u * 16 + n * 8 + lane_column() + j;
-        bool sees = sources.holds(y);
-        sees = sees && (Config::Role::kReversed ? y >= row : y <= row);  // the causal mask
-        if (!sees) w[half][n].x[j] = 0;
+          for (int half = 0; half < 2; ++half) {
+            of_rows[half] = block.numbers(turn.row_copy(), kFirst)[m * 16 + half * 8 + lane_row()];
+          }
+        }
+        make(scores, p, block, turn, m, of_rows);
       }
     }
   }
-}
 
-// A warp makes every kGroups-th 16x16 block of its 16 rows (of each kWarps-th 16 rows, if warps are few).
-template <class Config>
-LA_DEVICE void make_weights(const Params& p, const Block<Config>& block, typename Block<Config>::Turn turn) {
-  using Arith = typename Config::Arith;
-  using Acc = typename Config::Acc;
-  constexpr int kBlocks = Config::kRowBlocks, kGroups = Config::kGroups;
-  constexpr int kEach = (kBlocks + kGroups - 1) / kGroups;
-  constexpr bool kReversed = Config::Role::kReversed;
-  const int warp = warp_id(), group = warp / kBlocks;
-  const Span sources = block.sources_at(turn.step);
-  const Acc* first = block.numbers(kSame<typename Config::Role, GradK> ? turn.copy : turn.row_copy(), kFirst);
-  if (group >= kGroups) return;
-#pragma unroll 1
-  for (int m = warp % kBlocks; m < kBlocks; m += Config::kWorkers) {
-    Cell<Acc> w[kEach][2][2] = {};  // [block][row half][column half]
-#pragma unroll
-    for (int k = 0; k < Config::kInner; k += Arith::kDepth) {
-      typename Arith::Slice rows[2];
-      Arith::load(rows, block.tile_a(turn.row_copy()), m * 16, k);
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        const int u = group + i * kGroups;
-        if (u >= kBlocks || (kReversed ? u < m : u > m)) continue;  // no row of the block sees a source of it
-        typename Arith::Slice columns[2];
-        Arith::load(columns, block.tile_b(turn.copy), u * 16, k);
-        Arith::mma(w[i][0][0], w[i][1][0], rows[0], rows[1], columns[0]);
-        Arith::mma(w[i][0][1], w[i][1][1], rows[0], rows[1], columns[1]);
-      }
-    }
+  // Tiles are asked for again and again: an address for all of a product would occupy registers all along.
+  static LA_DEVICE void score(Scores& scores, const Block<Config>& block, Turn turn, int m) {
+    P::score(scores, [&] { return block.tile_a(turn.row_copy()); }, [&] { return block.tile_b(turn.copy); }, m, group());
+  }
+
+  static LA_DEVICE void make(Scores& w, const Params& p, const Block<Config>& block, Turn turn, int m, const Acc (&of_rows)[2]) {
+    const Span sources = block.sources_at(turn.step);
+    const Acc* of_sources = block.numbers(turn.copy, kFirst);  // GradK
     Acc sum[2] = {};
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int u = group + i * kGroups;
-      if (u >= kBlocks || (kReversed ? u < m : u > m)) continue;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            Acc& x = w[i][half][n].x[j];
-            x = weight<Config>(p, first, x, m * 16 + half * 8 + lane_row(), u * 16 + n * 8 + lane_column() + j);
-          }
-        }
+      const int u = P::source_block(group(), i, kEach, kGroups);
+      if (u >= kBlocks || (kReversed ? u < m : u > m)) continue;  // no row of the block sees a source of it
+      each(w, i, u, [&](Acc& x, int half, int y) { x = weight<Config>(p, x, of_rows[half], of_sources, y); });
+      if (u == m || !sources.whole(Config::kChunk)) {
+        each(w, i, u, [&](Acc& x, int half, int y) {
+          const int row = m * 16 + half * 8 + lane_row();
+          bool sees = sources.holds(y);
+          sees = sees && (kReversed ? y >= row : y <= row);  // the causal mask
+          if (!sees) x = 0;
+        });
       }
-      if (u == m || !sources.whole(Config::kChunk)) mask<Config>(w[i], m, u, sources);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          const Acc x0 = w[i][half][n].x[0], x1 = w[i][half][n].x[1];
+          const Acc x0 = w.at(i, half, n, 0), x1 = w.at(i, half, n, 1);
           sum[half] += x0 + x1;
-          Arith::store_pair(block.weights(), m * 16 + half * 8, u * 16 + n * 8, x0, x1);
+          Config::Arith::store_pair(block.weights(), m * 16 + half * 8, u * 16 + n * 8, x0, x1);
         }
       }
     }
@@ -99,12 +99,27 @@ LA_DEVICE void make_weights(const Params& p, const Block<Config>& block, typenam
         sum[half] += shuffle_xor(sum[half], 1);
         sum[half] += shuffle_xor(sum[half], 2);
         if ((lane_id() & 3) == 0) {
-          block.vector(Config::kRowParts)[group * Config::kChunk + m * 16 + half * 8 + lane_row()] = sum[half];
+          block.vector(Config::kRowParts)[group() * Config::kChunk + m * 16 + half * 8 + lane_row()] = sum[half];
         }
       }
     }
   }
-}
+
+  // f(score, row half, source) for the scores of block i, on the 16 sources from 16u.
+  template <class F>
+  static LA_DEVICE void each(Scores& w, int i, int u, F f) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          f(w.at(i, half, n, j), half, u * 16 + n * 8 + lane_column() + j);
+        }
+      }
+    }
+  }
+};
 
 // The sum of a row's weights over the chunk's own sources.
 template <class Config>

@@ -14,6 +14,8 @@ struct Work {
   using P = Products<Config>;
   using Turn = typename Block<Config>::Turn;
   using StateIO = StateCells<Config, Role::kKeyFeatures>;
+  using Sums = RunningSums<Config>;
+  static constexpr bool kTakesSums = Config::Arith::kWarpgroups, kDots = kTakesSums && Sums::kInnerSums;
   static constexpr bool kForward = kSame<Role, Forward>, kGradQ = kSame<Role, GradQ>, kGradV = kSame<Role, GradV>;
 
   const Params& p;
@@ -44,11 +46,13 @@ struct Work {
   }
 
   LA_DEVICE void turn(Turn now, typename P::Result& result, typename P::Result& running) {
-    if (block.begins(now)) begin_rows(result, running, now);
+    if (block.begins(now)) start_rows(result, now);
+    P::open(result);
     if constexpr (Config::kCausal) {
-      make_weights(p, block, now);
-      sync_named(kAmongWorkers, Config::kWorkerThreads);
-      P::template times_sources<kGradQ>(result, running, block.weights(), block.tile_c(now.copy));
+      multiply(now, result, running);
+    } else {
+      multiply_state(now, result);
+      start_running(running, now);
     }
     if (block.ends(now)) {
       Epilogue<Config> epilogue(p, block, now.step);
@@ -58,33 +62,126 @@ struct Work {
         epilogue.end(result, running);
       }
     }
-    if constexpr (Config::kCausal) {  // last, when the result has left its registers
-      P::update_state(state, block.tile_c(now.copy), block.tile_b(now.copy), Role::kReversed ? Acc(p.b) : Acc(1));
+    if constexpr (Config::kCausal) update_state(now);  // last, when the result has left its registers
+  }
+
+  // A S and W C. Products on their way (see P::close) are, first, those of the scores and of half of A S, then the others.
+  LA_DEVICE void multiply(Turn now, typename P::Result& result, typename P::Result& running) {
+    typename Weights<Config>::Scores scores;
+    typename Sums::Dots dots;
+    Acc first[2] = {};
+    Weights<Config>::begin(scores, block, now);
+    if constexpr (kDots) Sums::begin_dots(dots, block, now);
+    P::close();
+    times_state<0>(result, now);
+    finish_rows(result, now);
+    P::close();
+    P::template wait<1>(scores.x);
+    if constexpr (kDots) {
+      P::template wait<1>(dots);
+      Sums::finish_dots(first, dots, block, now);
+    }
+    Weights<Config>::finish(scores, p, block, now, first);
+    sync_named(kAmongWorkers, Config::kWorkerThreads);
+    P::hold(state);
+    times_state<1>(result, now);
+    start_running(running, now);
+    P::template times_sources<kGradQ>(result, running, block.weights(), block.tile_c(now.copy), block.ones());
+  }
+
+  // A S alone, where not causal.
+  LA_DEVICE void multiply_state(Turn now, typename P::Result& result) {
+    typename Sums::Dots dots;
+    Acc first[2];
+    if constexpr (kDots) Sums::begin_dots(dots, block, now);
+    times_state<0>(result, now);
+    finish_rows(result, now);
+    times_state<1>(result, now);
+    P::close();
+    P::template wait<0>(result);
+    if constexpr (kDots) {
+      P::template wait<0>(dots);
+      Sums::finish_dots(first, dots, block, now);
+      sync_named(kAmongWorkers, Config::kWorkerThreads);
+    }
+  }
+
+  // The state and the sums behind the chunk.
+  LA_DEVICE void update_state(Turn now) {
+    const Acc scale = Role::kReversed ? scalar_b<Acc>(p) : Acc(1);
+    if constexpr (kTakesSums) {
+      typename Sums::Dots columns;
+      Sums::begin_columns(columns, block, now.copy);
+      P::update_state(state, block.tile_c(now.copy), block.tile_b(now.copy), scale);
+      Sums::finish_columns(columns, p, block, now.copy);
+      Sums::add_inner(p, block, now);
+    } else {
+      P::update_state(state, block.tile_c(now.copy), block.tile_b(now.copy), scale);
       if constexpr (!kSame<Role, GradK>) add_column_sums(now.copy);
     }
   }
 
-  // The sums of C's columns for the next turn; of g they are weighted with a.
+  // The sums of C's columns for the next turn, where the loaders do not take them; of g they are weighted with a.
   LA_DEVICE void add_column_sums(int copy) {
-    Cell<Acc> sum[Config::kSlices];
+    Acc sum[Config::kSlices];
     P::sum_columns(sum, block.tile_c(copy));
     if ((lane_id() & 3) != 0) return;
-    const Acc weight = kGradV ? Acc(p.a) : Acc(1);
+    const Acc weight = kGradV ? scalar_a<Acc>(p) : Acc(1);
 #pragma unroll
     for (int n = 0; n < Config::kSlices; ++n) {
       const int column = P::first_column() + n * 8 + lane_row();
-      block.column_sum(copy ^ 1)[column] = ptx::fma(weight, sum[n].x[0], block.column_sum(copy)[column]);
+      block.column_sum(copy ^ 1)[column] = ptx::fma(weight, sum[n], block.column_sum(copy)[column]);
     }
   }
 
-  // A S, in GradQ of the centred state, and the terms of rank one: the sums over the sources before the chunk. In GradQ
-  // these start the running sum of keys.
-  LA_DEVICE void begin_rows(typename P::Result& result, typename P::Result& running, Turn now) {
+  // The terms of rank one: the sums over the sources before the chunk. In GradQ these start the running sum of keys.
+  LA_DEVICE Acc rank_one(int column, Turn now) const {
+    return kGradQ ? Acc(0) : (kForward ? scalar_a<Acc>(p) : Acc(1)) * block.column_sum(now.copy)[column];
+  }
+
+  // Products that run on their own are put on top of these. Others come first: the tensor cores cut off what is small beside
+  // an accumulator, which float32 would notice.
+  LA_DEVICE void start_rows(typename P::Result& result, Turn now) {
+    each_column(result, [&](int column) { return P::kAsynchronous ? rank_one(column, now) : Acc(0); });
+  }
+  LA_DEVICE void finish_rows(typename P::Result& result, Turn now) {
+    if constexpr (P::kAsynchronous || kGradQ) return;
+    if (!block.begins(now)) return;
+#pragma unroll
+    for (int c = 0; c < P::kColumns; ++c) {
+      const Acc x = rank_one(P::column(c), now);
+#pragma unroll
+      for (int set = 0; set < P::kSets; ++set) {
+#pragma unroll
+        for (int i = 0; i < P::kRows; ++i) P::at(result, set, i, c) += x;
+      }
+    }
+  }
+  LA_DEVICE void start_running(typename P::Result& running, Turn now) {
+    if constexpr (kGradQ) each_column(running, [&](int column) { return block.column_sum(now.copy)[column]; });
+  }
+
+  template <class F>
+  static LA_DEVICE void each_column(typename P::Result& result, F f) {
+#pragma unroll
+    for (int c = 0; c < P::kColumns; ++c) {
+      const Acc x = f(P::column(c));
+#pragma unroll
+      for (int set = 0; set < P::kSets; ++set) {
+#pragma unroll
+        for (int i = 0; i < P::kRows; ++i) P::at(result, set, i, c) = x;
+      }
+    }
+  }
+
+  // result += A S, in GradQ of the centred state.
+  template <int Part>
+  LA_DEVICE void times_state(typename P::Result& result, Turn now) {
     const auto a = block.tile_a(now.row_copy());
-    const Acc* columns = block.column_sum(now.copy) + P::first_column();
     if constexpr (kGradQ) {
+      const Acc* columns = block.column_sum(now.copy) + P::first_column();
       const Acc* centre = block.centre(now.copy);
-      P::times_state(result, a, [&](int n, int k) {
+      P::template times_state<Part>(result, a, block.begins(now), [&](int n, int k) {
         const Acc key = columns[n * 8 + lane_row()];
         Cell<Acc> c = state[n][k];
 #pragma unroll
@@ -92,27 +189,7 @@ struct Work {
         return c;
       });
     } else {
-      P::times_state(result, a, [&](int n, int k) { return state[n][k]; });
-    }
-    const Acc scale = kForward ? Acc(p.b) : Acc(1), weight = kForward ? Acc(p.a) : Acc(1);
-#pragma unroll
-    for (int n = 0; n < Config::kSlices; ++n) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const Acc sum = weight * columns[n * 8 + lane_column() + j];
-#pragma unroll
-        for (int m = 0; m < P::kRowBlocks; ++m) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            Acc& x = result[m][half][n].x[j];
-            if constexpr (kGradQ) {
-              running[m][half][n].x[j] = sum;
-            } else {
-              x = ptx::fma(scale, x, sum);
-            }
-          }
-        }
-      }
+      P::template times_state<Part>(result, a, block.begins(now), [&](int n, int k) { return state[n][k]; });
     }
   }
 

@@ -1,6 +1,6 @@
-// wgmma (sm_90a): d = a b, or d += a b where `keep`, on the four warps of a warpgroup; a is 64 x 16, b is 16 x N, N twice the length
-// of d. It runs on its own: registers it reads or writes may not be touched, nor shared memory it reads be overwritten, before
-// wgmma_wait. Warp w of the warpgroup has rows 16w .. 16w + 15 of a and d; with g = lane / 4 and t = lane % 4,
+// wgmma (sm_90a): d = a b, or d += a b where `keep`, on the four warps of a warpgroup; a is 64 x 16, b is 16 x N, N twice the
+// length of d. It runs on its own: registers it reads or writes may not be touched, nor shared memory it reads be overwritten,
+// before wgmma_wait. Warp w of the warpgroup has rows 16w .. 16w + 15 of a and d; with g = lane / 4 and t = lane % 4,
 //   d[4i + 2h + j] = (g + 8h, 8i + 2t + j),    a = (g, 2t..) (g + 8, 2t..) (g, 2t + 8..) (g + 8, 2t + 8..).
 // Operands in shared memory lie in atoms of 8 lines of 128 bytes, at multiples of 1024; 16-byte packet p of line l stands at p ^ l.
 //   kAlongK  a line is 64 elements along K, of one row of a or one column of b; the next 8 of these are 1024 bytes on
@@ -51,7 +51,8 @@ template <Major A, Major B>
 LA_DEVICE void wgmma(float (&d)[16], u64 a, u64 b, i32 keep) {
   asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %18, 0;\n"
                "mov.b64 a, {%16, %21};\nmov.b64 b, {%17, %21};\n"
-               "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, a, b, p, 1, 1, %19, %20;\n}\n"
+               "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+               "%8, %9, %10, %11, %12, %13, %14, %15}, a, b, p, 1, 1, %19, %20;\n}\n"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
                  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
                : "r"(u32(a)), "r"(u32(b)), "r"(keep), "n"(i32(A)), "n"(i32(B)), "n"(kWgmmaOperandHigh));
@@ -61,7 +62,8 @@ template <Major A, Major B>
 LA_DEVICE void wgmma(float (&d)[32], u64 a, u64 b, i32 keep) {
   asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %34, 0;\n"
                "mov.b64 a, {%32, %37};\nmov.b64 b, {%33, %37};\n"
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+               "%8, %9, %10, %11, %12, %13, %14, %15, "
                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, p, 1, 1, %35, %36;\n}\n"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
                  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
@@ -74,7 +76,8 @@ template <Major B>
 LA_DEVICE void wgmma(float (&d)[32], const u32 (&a)[4], u64 b, i32 keep) {
   asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %37, 0;\n"
                "mov.b64 b, {%36, %39};\n"
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+               "%8, %9, %10, %11, %12, %13, %14, %15, "
                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
                "{%32, %33, %34, %35}, b, p, 1, 1, %38;\n}\n"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),

@@ -26,6 +26,8 @@ LA_DEVICE int lane_column() { return (lane_id() & 3) * 2; }
 
 // bfloat16 operands, float32 accumulation.
 struct Bf16 {
+  template <int Width, int Rows> using Tile = SharedTile<bf16, Width>;
+  static constexpr bool kWarpgroups = false;
   using Elem = bf16;
   using Acc = float;
   static constexpr int kDepth = 16;
@@ -84,8 +86,16 @@ struct Bf16 {
   }
 };
 
+// The same on sm_90a, where four warps form a product with wgmma; see chunk/warpgroup.cuh.
+struct Bf16Wgmma : Bf16 {
+  template <int Width, int Rows> using Tile = PanelTile<bf16, Width, Rows>;
+  static constexpr bool kWarpgroups = true;
+};
+
 // What the policies with 32-bit elements share: where a lane's elements lie.
 struct Float32Tiles {
+  template <int Width, int Rows> using Tile = SharedTile<float, Width>;
+  static constexpr bool kWarpgroups = false;
   using Elem = float;
   using Acc = float;
   static constexpr int kDepth = 8;
@@ -213,6 +223,8 @@ struct Tf32x3 : Float32Tiles {
 
 // float64 throughout.
 struct F64 {
+  template <int Width, int Rows> using Tile = SharedTile<double, Width>;
+  static constexpr bool kWarpgroups = false;
   using Elem = double;
   using Acc = double;
   static constexpr int kDepth = 8;

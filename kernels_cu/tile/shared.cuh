@@ -7,6 +7,8 @@
 
 namespace la {
 
+using namespace ptx;
+
 template <class Elem_, int Width>
 struct SharedTile {
   using Elem = Elem_;
@@ -45,6 +47,45 @@ struct SharedTile {
   LA_DEVICE Elem* down(int row, int column, int j) const {
     const int lane = thread() & 31, g = lane >> 2, c = (lane & 3) * 2 + j;
     return reinterpret_cast<Elem*>(packet_near(row, column / kPacket, c, g / kPacket)) + g % kPacket;
+  }
+};
+
+// The layout of wgmma's operands: panels of 128-byte columns, each with all `Rows` rows one after the other; the order of the
+// packets in a line is that of ptx/wgmma.cuh.
+template <class Elem_, int Width, int Rows>
+struct PanelTile {
+  using Elem = Elem_;
+  static constexpr int kWidth = Width;
+  static constexpr int kPacket = 16 / sizeof(Elem);
+  static constexpr int kPanel = 128 / sizeof(Elem);  // columns
+  static_assert(Width % kPanel == 0 && Rows % 8 == 0, "a tile must consist of whole atoms");
+
+  unsigned char* base;
+
+  static LA_DEVICE constexpr int bytes(int rows) { return rows * Width * static_cast<int>(sizeof(Elem)); }
+
+  LA_DEVICE unsigned char* packet(int row, int index) const {
+    return base + (index >> 3) * (Rows * 128) + row * 128 + ((index ^ row) & 7) * 16;
+  }
+
+  // See SharedTile. All of it follows from `base`: what were known before would be kept in registers all along a loop.
+  LA_DEVICE unsigned char* packet_near(int row, int index, int near_row, int near) const {
+    const int lane_part = static_cast<int>(base - dynamic_shared()) + near_row * 128 + ((near ^ near_row) & 7) * 16;
+    return dynamic_shared() + (lane_part ^ (index & 7) * 16) + (index >> 3) * (Rows * 128) + row * 128;
+  }
+
+  LA_DEVICE Elem* pair(int row, int column) const {
+    const int lane = thread() & 31;
+    return reinterpret_cast<Elem*>(packet_near(row, column / kPacket, lane >> 2, 0)) + (lane & 3) * 2;
+  }
+
+  // Operands of wgmma: 16 columns from `column`, K running along the row; or 64 columns, K running down the rows.
+  LA_DEVICE u64 along(int row, int column) const {
+    const int bytes = column / kPanel * (Rows * 128) + row * 128 + column % kPanel * static_cast<int>(sizeof(Elem));
+    return wgmma_operand(base) + static_cast<u64>(bytes / 16);
+  }
+  LA_DEVICE u64 across(int row, int column) const {
+    return wgmma_operand(base) + static_cast<u64>((column / kPanel * (Rows * 128) + row * 128) / 16);
   }
 };
 
