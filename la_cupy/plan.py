@@ -102,8 +102,8 @@ class _Planner:
         p, axes = self.p, self.axes(role)
         shared = prod(axes.sizes[i] for i in axes.group) > 1
         of = role, self.arith, p.options.feature_map, p.d, p.e, self.causal, self.device
-        alone, spec = sweep_spec(*of), sweep_spec(*of, shared=shared)
-        if alone.arith != spec.arith:
+        spec = sweep_spec(*of, shared=shared)
+        if shared and (alone := sweep_spec(*of)).arith != spec.arith:
             self.reasons.append(
                 f"{role} sums over the heads that share k and v, which {spec.arith} does and "
                 f"{alone.arith} does not"

@@ -18,7 +18,7 @@ from pathlib import Path
 from cuda.bindings import nvrtc
 
 from la_cupy import compile as la_compile
-from la_cupy.kernels import Spec, SweepSpec
+from la_cupy.kernels import WGMMA, Spec, SweepSpec
 
 SPILLS_OF_WIDE_SWEEPS = {"Bf16": 128, "Tf32": 384, "Tf32x3": 640, "F64": 4480}
 SPILLS_OF_SWEEPS = {"sm_80": 64, "sm_89": 64, "sm_90a": 64, "sm_120": 256}
@@ -39,7 +39,7 @@ def spills_allowed(spec: Spec, arch: str) -> int:
         return 0
     if max(spec.inner, spec.row) == 256:
         return SPILLS_OF_WIDE_SWEEPS[spec.arith]
-    if spec.arith == "Bf16Wgmma":
+    if spec.arith == WGMMA:
         return SPILLS_OF_WGMMA.get(spec.role, 0)
     return 0 if spec.arith == "Bf16" and arch != "sm_120" else SPILLS_OF_SWEEPS[arch]
 

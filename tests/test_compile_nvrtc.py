@@ -27,7 +27,7 @@ from specialisations import (
 
 from la_cupy import compile as la_compile
 from la_cupy.device import DeviceInfo
-from la_cupy.kernels import FEATURES, ScanSpec, Spec, SweepSpec
+from la_cupy.kernels import FEATURES, WGMMA, ScanSpec, Spec, SweepSpec
 
 nvrtc = pytest.importorskip("nvrtc", exc_type=ImportError)  # needs cuda-bindings
 
@@ -50,7 +50,7 @@ def examine(spec: Spec, arch: str) -> list[str]:
         faults.append(f"{kernel.registers} registers, of which {spec.threads} threads have {most}")
     if not isinstance(spec, ScanSpec):
         found = kernel.instructions()
-        wanted = {"F64": "DMMA", "Bf16Wgmma": "HGMMA"}.get(spec.arith, "HMMA")
+        wanted = {"F64": "DMMA", WGMMA: "HGMMA"}.get(spec.arith, "HMMA")
         if not found[wanted]:
             faults.append(f"no {wanted} among its {found.total()} instructions")
     return [f"{spec.name} for {arch}: {fault}" for fault in (*faults, *kernel.notes)]
@@ -98,7 +98,7 @@ def test_cover_is_small_and_has_all_pairs(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_cover_has_every_choice(arch: str, choice: str) -> None:
     every = {
-        "arithmetic": {*ARITHMETICS, *(["Bf16Wgmma"] if arch == "sm_90a" else [])},
+        "arithmetic": {*ARITHMETICS, *([WGMMA] if arch == "sm_90a" else [])},
         "kernel": {role for role, _ in KERNELS},
         "feature": set(FEATURES),
     }

@@ -12,7 +12,7 @@ from emulation.backend import H200
 from gpu_helpers import MOAT, SANITIZER, call, device_errors, in_moat, plans, same_bits, specs
 from measures import gradient_scale
 
-from la_cupy.kernels import ROLES, SweepSpec
+from la_cupy.kernels import ROLES, WGMMA, SweepSpec
 from la_cupy.plan import backward_plan, forward_plan
 from la_cupy.problem import backward_problem, forward_problem
 
@@ -131,7 +131,7 @@ def test_the_reduced_set_reaches_every_kernel() -> None:
     assert {spec.source for spec in used} == {"sweep.cu", "accumulate.cu", "scan.cu"}
     sweeps = {(spec.arith, spec.role, spec.causal) for spec in used if isinstance(spec, SweepSpec)}
     assert {arith for arith, *_ in sweeps} >= {"Bf16"}  # of wide rows, and of heads that are shared
-    for arith in ("Bf16Wgmma", "Tf32", "Tf32x3", "F64"):
+    for arith in (WGMMA, "Tf32", "Tf32x3", "F64"):
         for role in ROLES:
             assert {(arith, role, False), (arith, role, True)} <= sweeps, (arith, role)
     assert any("segments" in reason for plan in made for reason in plan.reasons)

@@ -79,15 +79,11 @@ struct Gather {
       if constexpr (kReversed) delta_b.x[pass] *= -scalar_b<Acc>(p);
     }
     const i32 dtype_b = (kReversed ? p.q : p.k).dtype;
-    typename RowsB::Norms norms;
-    RowsB::set_ones(norms);
-    if constexpr (RowsB::kQuads) {
-      if (p.unit_norm) b.find(norms);
-    }
+    typename RowsB::Norms norms = b.norms(p);
 #pragma unroll
     for (int batch = 0; batch < RowsB::kBatches; ++batch) {
       typename RowsB::Batch v = b.values(batch, dtype_b);
-      if (RowsB::kQuads || p.unit_norm) RowsB::normalise(v, norms);
+      RowsB::normalise(p, v, norms);
       RowsB::template map<Feature>(v, rows, p.d);
       if constexpr (kReversed) {
         Acc weight[RowsB::kBatch];

@@ -215,24 +215,9 @@ struct Load {
   }
 
   template <class R>
-  LA_DEVICE typename R::Norms norms(R& rows) const {
-    typename R::Norms norms;
-    R::set_ones(norms);
-    if constexpr (R::kQuads) {
-      if (p.unit_norm) rows.find(norms);
-    }
-    return norms;
-  }
-
-  template <class R>
-  LA_DEVICE void normalise(typename R::Batch& v, typename R::Norms& norms) const {
-    if (R::kQuads || p.unit_norm) R::normalise(v, norms);
-  }
-
-  template <class R>
   LA_DEVICE typename R::Batch features(const R& rows, typename R::Norms& norms, int batch, const Tensor& t, Span span) const {
     typename R::Batch v = rows.values(batch, t.dtype);
-    normalise<R>(v, norms);
+    R::normalise(p, v, norms);
     R::template map<Feature>(v, span, p.d);
     return v;
   }
@@ -265,7 +250,7 @@ struct Load {
       second = R::columns_of(block.rest(copy));
     }
     typename R::Norms of_a;
-    if constexpr (Role::kKeyFeatures) of_a = norms(a);
+    if constexpr (Role::kKeyFeatures) of_a = a.norms(p);
 #pragma unroll
     for (int batch = 0; batch < R::kBatches; ++batch) {
       typename R::Batch v;
@@ -297,11 +282,11 @@ struct Load {
     if constexpr (Role::kThroughFeatures) {
       using R = ColumnRows;
       const int copy = t.row_copy();
-      typename R::Norms of_x = norms(x);
+      typename R::Norms of_x = x.norms(p);
 #pragma unroll
       for (int batch = 0; batch < R::kBatches; ++batch) {
         typename R::Batch v = x.values(batch, array_x().dtype);
-        normalise<R>(v, of_x);
+        R::normalise(p, v, of_x);
         R::store(block.tile_x(copy), v, block.column0);
         if (p.unit_norm) R::store(block.numbers(copy, kNorm), batch, of_x.inverse + v.first);
       }
@@ -313,7 +298,7 @@ struct Load {
       using R = InnerRows;
       const Span span = block.sources_at(t.step);
       typename R::Norms of_b;
-      if constexpr (Role::kKeyFeatures) of_b = norms(b);
+      if constexpr (Role::kKeyFeatures) of_b = b.norms(p);
       constexpr bool kSum = kSums && (kForward || kGradQ);
       typename R::Values sum;
       R::clear(sum);
@@ -341,7 +326,7 @@ struct Load {
       const Span span = block.sources_at(t.step);
       const int window = Role::kKeyFeatures ? 0 : block.column0;
       typename R::Norms of_c;
-      if constexpr (Role::kThroughFeatures) of_c = norms(c);
+      if constexpr (Role::kThroughFeatures) of_c = c.norms(p);
       constexpr bool kSum = kSums && kGradK;
       typename R::Values sum;
       R::clear(sum);

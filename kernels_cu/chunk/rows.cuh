@@ -240,9 +240,15 @@ struct Rows {
   // power of two first. A zero row stays zero, with 0.
   struct Norms { Acc factor[kPasses], inverse[kPasses]; };
 
-  static LA_DEVICE void set_ones(Norms& norms) {
+  // With quads, what `normalise` needs, found here; otherwise it finds it itself.
+  LA_DEVICE Norms norms(const Params& p) {
+    Norms norms;
+    if constexpr (kQuads) {
 #pragma unroll
-    for (Acc& x : norms.factor) x = 1;
+      for (Acc& x : norms.factor) x = 1;
+      if (p.unit_norm) find(norms);
+    }
+    return norms;
   }
 
   // With quads, for all rows at once, before they are taken out of their registers, so that these are the only ones they need.
@@ -306,8 +312,9 @@ struct Rows {
   }
   static LA_DEVICE Acc inverse_root(Acc sum) { return sum > Acc(0) ? ptx::reciprocal_sqrt(sum) : sum; }  // NaN for NaN
 
-  // v / |v|.
-  static LA_DEVICE void normalise(Batch& v, Norms& norms) {
+  // v / |v|, if rows are to have length 1.
+  static LA_DEVICE void normalise(const Params& p, Batch& v, Norms& norms) {
+    if (!kQuads && !p.unit_norm) return;
     Acc* factor = norms.factor + v.first;
     if constexpr (!kQuads) {
       Acc* inverse = norms.inverse + v.first;

@@ -42,6 +42,12 @@ struct RunningSums {
     }
   }
 
+  // A product with three lines, of a row of it: lanes t = 0, 1 of a quad have that with lines 0-2, t = 2, 3 with lines 4-6.
+  static LA_DEVICE float of_three(const Dots& product, int half) {
+    const float share = product[2 * half] + (lane_id() & 1 ? 0.f : product[2 * half + 1]);
+    return share + shuffle_xor(share, 1);
+  }
+
   // The products of the chunk's rows with the vectors. A warpgroup takes those of all 64 rows; a warp learns those of its 16 with
   // the first vector, which weights need, and the first warpgroup leaves both in shared memory.
   static LA_DEVICE void begin_dots(Dots& dots, const Block<Config>& block, Turn turn) {
@@ -59,8 +65,7 @@ struct RunningSums {
       const int lane = lane_id();
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float sum = dots[2 * half] + (lane & 1 ? 0.f : dots[2 * half + 1]);
-        sum += shuffle_xor(sum, 1);
+        const float sum = of_three(dots, half);
         const int row = warp_id() % 4 * 16 + half * 8 + lane_row();
         if (warp_id() < 4 && (lane & 1) == 0 && (kSame<Role, GradQ> || (lane & 2) == 0)) {
           block.numbers(turn.row_copy(), lane & 2 ? kSecond : kFirst)[row] = sum;
@@ -83,8 +88,7 @@ struct RunningSums {
     wgmma_pin(sums);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float sum = sums[2 * half] + (lane_id() & 1 ? 0.f : sums[2 * half + 1]);
-      sum += shuffle_xor(sum, 1);
+      const float sum = of_three(sums, half);
       if ((lane_id() & 3) != 0) continue;
       const int i = warp_id() * 16 + half * 8 + lane_row();
       block.column_sum(copy ^ 1)[i] = ptx::fma(kSame<Role, GradV> ? scalar_a<float>(p) : 1.f, sum, block.column_sum(copy)[i]);

@@ -142,34 +142,29 @@ struct Work {
   // Products that run on their own are put on top of these. Others come first: the tensor cores cut off what is small beside
   // an accumulator, which float32 would notice.
   LA_DEVICE void start_rows(typename P::Result& result, Turn now) {
-    each_column(result, [&](int column) { return P::kAsynchronous ? rank_one(column, now) : Acc(0); });
+    each_column(result, [&](int column) { return P::kAsynchronous ? rank_one(column, now) : Acc(0); }, assign);
   }
   LA_DEVICE void finish_rows(typename P::Result& result, Turn now) {
     if constexpr (P::kAsynchronous || kGradQ) return;
     if (!block.begins(now)) return;
-#pragma unroll
-    for (int c = 0; c < P::kColumns; ++c) {
-      const Acc x = rank_one(P::column(c), now);
-#pragma unroll
-      for (int set = 0; set < P::kSets; ++set) {
-#pragma unroll
-        for (int i = 0; i < P::kRows; ++i) P::at(result, set, i, c) += x;
-      }
-    }
+    each_column(result, [&](int column) { return rank_one(column, now); }, [](Acc& x, Acc y) { x += y; });
   }
   LA_DEVICE void start_running(typename P::Result& running, Turn now) {
-    if constexpr (kGradQ) each_column(running, [&](int column) { return block.column_sum(now.copy)[column]; });
+    if constexpr (kGradQ) each_column(running, [&](int column) { return block.column_sum(now.copy)[column]; }, assign);
   }
 
-  template <class F>
-  static LA_DEVICE void each_column(typename P::Result& result, F f) {
+  static LA_DEVICE void assign(Acc& x, Acc y) { x = y; }
+
+  // f(x, value(column)) for each element x of the result.
+  template <class Value, class F>
+  static LA_DEVICE void each_column(typename P::Result& result, Value value, F f) {
 #pragma unroll
     for (int c = 0; c < P::kColumns; ++c) {
-      const Acc x = f(P::column(c));
+      const Acc y = value(P::column(c));
 #pragma unroll
       for (int set = 0; set < P::kSets; ++set) {
 #pragma unroll
-        for (int i = 0; i < P::kRows; ++i) P::at(result, set, i, c) = x;
+        for (int i = 0; i < P::kRows; ++i) f(P::at(result, set, i, c), y);
       }
     }
   }

@@ -11,18 +11,21 @@ inline void do_nothing(Lanes<Nothing>) {}
 template <class T>
 struct ShuffleLane {
   T value;
-  int mask;
+  int from;  // a lane
   T result;
 };
 
 template <class T>
 inline void shuffle(Lanes<ShuffleLane<T>> lanes) {
-  for (int i = 0; i < warp_size; ++i) lanes[i].result = lanes[(i ^ lanes[i].mask) & 31].value;
+  for (int i = 0; i < warp_size; ++i) lanes[i].result = lanes[lanes[i].from & 31].value;
 }
 
 template <class T>
-inline void shuffle_from(Lanes<ShuffleLane<T>> lanes) {
-  for (int i = 0; i < warp_size; ++i) lanes[i].result = lanes[lanes[i].mask & 31].value;
+inline T shuffled(const Site& site, T value, int from) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "a shuffle: T must have 4 or 8 bytes");
+  ShuffleLane<T> mine = {value, from, value};
+  warp_collective<shuffle<T>>(site, mine);
+  return mine.result;
 }
 
 inline void any(Lanes<bool> predicates) {
@@ -51,18 +54,12 @@ inline void sync_warp(LA_EMULATION_SITE) {
 
 template <class T>
 inline T shuffle_xor(T value, i32 mask, LA_EMULATION_SITE) {
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffle_xor: T must have 4 or 8 bytes");
-  emulation::ShuffleLane<T> mine = {value, mask, value};
-  emulation::warp_collective<emulation::shuffle<T>>({"shuffle_xor", file, line}, mine);
-  return mine.result;
+  return emulation::shuffled({"shuffle_xor", file, line}, value, thread() % 32 ^ mask);
 }
 
 template <class T>
 inline T shuffle_from(T value, i32 lane, LA_EMULATION_SITE) {
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffle_from: T must have 4 or 8 bytes");
-  emulation::ShuffleLane<T> mine = {value, lane, value};
-  emulation::warp_collective<emulation::shuffle_from<T>>({"shuffle_from", file, line}, mine);
-  return mine.result;
+  return emulation::shuffled({"shuffle_from", file, line}, value, lane);
 }
 
 inline bool warp_any(bool predicate, LA_EMULATION_SITE) {
