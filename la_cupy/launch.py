@@ -4,7 +4,7 @@ Nothing here waits for the device or reads its memory. Workspaces come from CuPy
 which is ordered by stream, and may go back to it as soon as the launches are queued.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,15 +35,11 @@ class Ready:
         self.record, self.dtype = launch.record, np.dtype((np.void, len(launch.record)))
         self.pointers, self.aligned = launch.pointers, launch.aligned
 
-    def __call__(self, buffers: Buffers) -> None:
-        record = fill(self.record, self.pointers, self.aligned, buffers, _address)
+    def __call__(self, addresses: Mapping[str, int]) -> None:
+        record = fill(self.record, self.pointers, self.aligned, addresses)
         self.function(
             self.grid, self.block, (np.frombuffer(record, self.dtype),), shared_mem=self.shared
         )
-
-
-def _address(array: Array) -> int:
-    return array.data.ptr  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -69,10 +65,18 @@ class Prepared:
             buffers[name] = cupy.ascontiguousarray(buffers[name])
         for name, shape, dtype in self.makes:
             buffers[name] = cupy.empty(shape, dtype)
-        for launch in self.launches:
-            launch(buffers)
+        self.launch({name: x.data.ptr for name, x in buffers.items() if x is not None})
         for r in self.plan.reductions:
             buffers[r.result] = sum_to(buffers[r.source], r.shape, dtypes.numpy_dtype(r.dtype))
+
+    def launch(self, addresses: Mapping[str, int]) -> None:
+        """Queue the kernels, on the current device and stream, for buffers at these addresses.
+
+        Named are the inputs, outputs and workspaces of the plan. Its copies are the caller's to
+        make before, its reductions afterwards.
+        """
+        for launch in self.launches:
+            launch(addresses)
 
 
 def sum_to(x: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
@@ -87,6 +91,20 @@ def sum_to(x: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
 
 
 _prepared: Cache[Prepared] = Cache(limit=1024)
+
+
+def prepare_forward(
+    problem: Problem, device: int, want_state: bool, out: Layout | None = None
+) -> Prepared:
+    """The plan of `linear_attention` on a CUDA device, ready to run."""
+    key = problem, want_state, out, device
+    return _prepare(key, lambda info: forward_plan(problem, info, want_state, out), device)
+
+
+def prepare_backward(problem: Problem, device: int, has_normalizer: bool) -> Prepared:
+    """The plan of `linear_attention_vjp` on a CUDA device, ready to run."""
+    key = problem, has_normalizer, None, device
+    return _prepare(key, lambda info: backward_plan(problem, info, has_normalizer), device)
 
 
 def _prepare(key: Any, make: Callable[[Any], Plan], device: int) -> Prepared:
@@ -141,11 +159,7 @@ def forward(
         if out is not None:
             strides = tuple(s // out.itemsize for s in out.strides)
             layout = Layout(problem.dtype, out.shape, strides)
-        prepared = _prepare(
-            (problem, want_state, layout, device.id),
-            lambda info: forward_plan(problem, info, want_state, layout),
-            device.id,
-        )
+        prepared = prepare_forward(problem, device.id, want_state, layout)
         buffers = {"q": q, "k": k, "v": v, "out": out}
         _add_state(buffers, "initial_state", initial_state, prepared)
         prepared.run(buffers)
@@ -168,12 +182,7 @@ def vjp(
     """The gradients; see `la_cupy.linear_attention_vjp`."""
     device = q.device
     with device:
-        given = normalizer is not None
-        prepared = _prepare(
-            (problem, given, None, device.id),
-            lambda info: backward_plan(problem, info, given),
-            device.id,
-        )
+        prepared = prepare_backward(problem, device.id, normalizer is not None)
         buffers = {"q": q, "k": k, "v": v, "dout": dout}
         if normalizer is not None:
             dtype = dtypes.numpy_dtype(problem.state_dtype)

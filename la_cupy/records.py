@@ -1,9 +1,8 @@
 """From names, strides and sizes to the bytes of a launch's parameters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -233,15 +232,14 @@ def fill(
     record: bytes,
     pointers: tuple[tuple[int, str, int], ...],
     aligned: tuple[tuple[int, str, int], ...],
-    buffers: Mapping[str, Any],
-    address: Callable[[Any], int],
+    addresses: Mapping[str, int],
 ) -> bytearray:
-    """The parameters of one launch, with the addresses of `buffers` in their places."""
+    """The parameters of one launch, with the buffers' addresses in their places."""
     filled = bytearray(record)
     words = memoryview(filled).cast("Q")
     for offset, name, shift in pointers:
-        words[offset >> 3] = address(buffers[name]) + shift
+        words[offset >> 3] = addresses[name] + shift
     flags = memoryview(filled).cast("i")
     for offset, name, size in aligned:
-        flags[offset >> 2] = address(buffers[name]) % size == 0
+        flags[offset >> 2] = addresses[name] % size == 0
     return filled

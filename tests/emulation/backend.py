@@ -107,8 +107,9 @@ class Backend:
         if not names:
             return self.reduce(plan, buffers)
         library = runner.build(names, includes=sources, replace=self.replace)
+        addresses = {name: _address(x) for name, x in buffers.items() if x is not None}
         for launch in plan.launches:
-            record = fill(launch.record, launch.pointers, launch.aligned, buffers, _address)
+            record = fill(launch.record, launch.pointers, launch.aligned, addresses)
             spec = launch.spec
             library.launch(
                 spec.name,
