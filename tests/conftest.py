@@ -50,6 +50,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="switch CuPy's memory pool off, so that compute-sanitizer sees every over-run",
     )
+    parser.addoption(
+        "--racecheck",
+        action="store_true",
+        help="compile kernels so that racecheck follows their barriers; see kernels_cu/ptx/thread.cuh",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,6 +62,11 @@ def pytest_configure(config: pytest.Config) -> None:
         import cupy
 
         cupy.cuda.set_allocator(None)
+    if config.getoption("--racecheck"):
+        from la_cupy import compile
+
+        own = compile.options
+        compile.options = lambda: (*own(), "-DLA_RACECHECK", "-lineinfo")
 
 
 def pytest_xdist_auto_num_workers() -> int | None:
