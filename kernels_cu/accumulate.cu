@@ -4,6 +4,7 @@
 //   reads    k, v of the piece; or, Reversed, q, dout, den and delta
 //   writes   slot `piece` of the workspace p.final:
 //                keys      kv = sum k~ v^T,    k_sum = sum k~,          v_sum = sum v,    count = number of keys
+//                          (p.levelled: of v less its level, chunk/level.cuh)
 //                queries   kv = b sum q~ g^T,  k_sum = -b sum delta q~, v_sum = a sum g,  count = -a sum delta
 //            the latter being the gradient of the former (g = dout / den).
 #include "chunk/gather.cuh"

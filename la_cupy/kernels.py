@@ -113,7 +113,8 @@ class SweepSpec(KernelSpec):
             tiles += 8 * (self.inner + 2 * 64) * self.element
         row_blocks = self.chunk // 16
         groups = max(1, min(row_blocks, self.workers // row_blocks))
-        numbers = 6 * self.inner + 2 * self.columns + self.loaders * (self.inner + self.columns)
+        numbers = (6 + self.loaders) * self.inner + 2 * self.columns
+        numbers += max(self.loaders * self.columns, self.inner if self.role == "GradQ" else 0)
         numbers += self.chunk * (groups + 8 + DOTS * self.workers + 4)
         return tiles + 192 + numbers * self.accumulator
 
@@ -193,7 +194,24 @@ class ScanSpec:
         return f"la::scan<{'double' if self.double else 'float'}>"
 
 
-Spec = SweepSpec | StateSpec | ScanSpec
+@dataclass(frozen=True)
+class RelevelSpec:
+    """`relevel`: what the caller gives or gets of a state's gradient, and what the kernels use."""
+
+    double: bool
+
+    target = None
+    source = "relevel.cu"
+    threads = 256
+    shared_bytes = 0
+
+    @property
+    def name(self) -> str:
+        """The kernel's C++ name."""
+        return f"la::relevel<{'double' if self.double else 'float'}>"
+
+
+Spec = SweepSpec | StateSpec | ScanSpec | RelevelSpec
 
 
 def _slices(arith: str, inner: int) -> int:
@@ -221,7 +239,7 @@ _SHORT: _Tilings = ((16, 1), (16, 0.5))
 _FLOAT32: dict[int, _Tilings] = {32: _SHORT, 64: _SHORT, 128: ((16, 1),), 256: ((16, 1),)}
 _SWEEPS: dict[str, dict[int, _Tilings]] = {
     "Bf16": {64: _HALF, 128: _HALF, 256: ((16, 1),)},
-    WGMMA: {64: ((64, 1),), 128: ((64, 1),)},
+    WGMMA: {64: ((64, 1),), 128: ((64, 1),)},  # but see sweep_spec
     "Tf32": _FLOAT32,
     "Tf32x3": _FLOAT32,
     "F64": {width: ((16, 1),) for width in (32, 64, 128, 256)},
@@ -276,6 +294,8 @@ def sweep_spec(
     ):
         row = columns if key_features else max(columns, padded(width, arith))
         workers = columns // (8 * slices)
+        if arith == WGMMA and role == "GradQ" and inner == columns == 128:
+            share = 0.5  # with two results it has most to do, and needs the registers
         spec = SweepSpec(
             arith=arith,
             feature=feature,

@@ -114,6 +114,22 @@ class Arrays:
         buffers = tuple(f"{name}.{part}" for part in STATE_FIELDS)
         return StateRef(buffers, tuple(leads), (0,) * 4)
 
+    def relevelled(self, given: StateRef) -> StateRef:
+        """The state `given`, with another k_sum and count for each head."""
+        sizes, heads = (self.problem.d, 1), prod(self.state_lead)
+        self.workspace["relevelled"] = Buffer((heads * sum(sizes),), self.problem.state_dtype)
+        strides = contiguous_strides(self.state_lead)
+        k_sum, count = (
+            lead_strides(self.state_lead, tuple(s * size for s in strides), self.lead)
+            for size in sizes
+        )
+        kv, _, v_sum, _ = given.leads
+        return StateRef(
+            (given.buffers[0], "relevelled", given.buffers[2], "relevelled"),
+            (kv, k_sum, v_sum, count),
+            (given.shifts[0], 0, given.shifts[2], heads * self.problem.d),
+        )
+
     def slots(self, name: str, count: int) -> StateRef:
         """A workspace of `count` states a head, slot after slot within each part."""
         p = self.problem

@@ -54,6 +54,7 @@ PARAMS = np.dtype(
         ("pieces", np.int32),
         ("unit_norm", np.int32),
         ("normalize", np.int32),
+        ("levelled", np.int32),
         ("phase", np.int32),
         ("a", np.float64),
         ("b", np.float64),
@@ -65,6 +66,8 @@ PARAMS = np.dtype(
 SCAN_PARAMS = np.dtype(
     [(name, STATE_PARTS) for name in ("slots", "start", "total")]
     + [
+        ("v", TENSOR),
+        ("m", np.int64),
         ("size", np.int32, (MAX_RANK,)),
         ("rank", np.int32),
         ("pieces", np.int32),
@@ -77,5 +80,21 @@ SCAN_PARAMS = np.dtype(
 )
 SCAN_WIDTH = 256
 """Numbers of the state that one block of `scan` treats; kScanWidth in scan.cu."""
+
+RELEVEL_PARAMS = np.dtype(
+    [(name, STATE_PARTS) for name in ("from", "to")]
+    + [
+        ("v", TENSOR),
+        ("m", np.int64),
+        ("size", np.int32, (MAX_RANK,)),
+        ("rank", np.int32),
+        ("sign", np.int32),
+        ("d", np.int32),
+        ("e", np.int32),
+    ],
+    align=True,
+)
+RELEVEL_ROWS = 8
+"""Rows that one block of `relevel` treats; kRelevelRows in relevel.cu."""
 
 PHASES = {"whole": 0, "dots": 1, "apply": 2}

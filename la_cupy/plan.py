@@ -14,7 +14,17 @@ from .kernels import StateSpec, SweepSpec, arithmetic, resident_blocks, state_sp
 from .layouts import Arrays, Buffer
 from .params import DOTS, STATE_FIELDS
 from .problem import Layout, Problem
-from .records import Axes, Course, Launch, RowRef, StateRef, Tensor, scan_launch, walk_launch
+from .records import (
+    Axes,
+    Course,
+    Launch,
+    RowRef,
+    StateRef,
+    Tensor,
+    relevel_launch,
+    scan_launch,
+    walk_launch,
+)
 
 GRANULE = 64
 """Segments are cut at multiples of this many positions, which every chunk length divides."""
@@ -85,6 +95,7 @@ class _Planner:
         self.reasons: list[str] = []
         # With no query there is nothing to mask, and no head to walk for.
         self.causal = problem.options.causal and prod(problem.lead) > 0
+        self.levelled = problem.levelled
 
     def plan(self) -> Plan:
         return Plan(
@@ -189,6 +200,7 @@ class _Planner:
                 chunks=-(-(end - begin) // spec.chunk),
                 each=segment // spec.chunk,
                 splits=-(-p.e // spec.columns) * -(-p.d // spec.inner),
+                levelled=self.levelled,
             )
             self.launches.append(
                 walk_launch(
@@ -204,10 +216,20 @@ class _Planner:
         states = {"slots": slots}
         states |= {"start": start} if start is not None else {}
         states |= {"total": total} if total is not None else {}
-        scan = scan_launch(p, self.arrays.state_axes, pieces, summed, is_reversed, states)
+        given = self.levelled and not is_reversed and start is not None
+        v = self.arrays.tensor("v") if given else None
+        scan = scan_launch(p, self.arrays.state_axes, pieces, summed, is_reversed, states, v)
         if scan.grid:
             self.launches.append(scan)
         return slots
+
+    def relevel(self, given: StateRef, made: StateRef, sign: int) -> None:
+        """The gradient of a state, from relative to 0 to relative to the level of v, or back."""
+        states = {"from": given, "to": made}
+        v = self.arrays.tensor("v")
+        launch = relevel_launch(self.p, self.arrays.state_axes, states, v, sign)
+        if launch.grid:
+            self.launches.append(launch)
 
     def state_spec(self, is_reversed: bool) -> StateSpec:
         p = self.p
@@ -266,6 +288,7 @@ class _Planner:
                 splits=splits,
                 pieces=1 if slotted else 0,
                 phase=phase,
+                levelled=self.levelled,
             )
             launch = walk_launch(self.p, spec, axes, course, tensors, rows, states)
             if launch.grid:
@@ -345,7 +368,7 @@ def _query_gradient(planner: _Planner, rows: dict[str, RowRef]) -> None:
     start, slotted = initial, False
     if not planner.causal:
         start = planner.total("keys", False, {}, initial, None)
-    elif segment < planner.positions(True)[2]:
+    elif segment < planner.positions(True)[2] or (initial is not None and planner.levelled):
         start, slotted = planner.states("keys", False, segment, {}, initial, None), True
     names = ("q", "k", "v", "dout") if planner.causal else ("q", "dout")
     tensors = {name: arrays.tensor(name) for name in names}
@@ -357,6 +380,9 @@ def _key_gradients(planner: _Planner, rows: dict[str, RowRef]) -> None:
     p, arrays = planner.p, planner.arrays
     specs = {"k": planner.spec("GradK"), "v": planner.spec("GradV")}
     given = arrays.given_state("dstate") if p.dstate else None
+    if given is not None and planner.levelled:
+        given, from_caller = arrays.relevelled(given), given
+        planner.relevel(from_caller, given, 1)
     total = arrays.new_state("dinitial_state") if p.initial_state else None
     segment = planner.walk_segment(specs["k"])
     start, slotted = given, False
@@ -373,6 +399,8 @@ def _key_gradients(planner: _Planner, rows: dict[str, RowRef]) -> None:
         needed = rows if planner.causal else {}
         planner.walk(spec, segment, tensors, needed, start, slotted)
     if total is not None:
+        if planner.levelled:
+            planner.relevel(total, total, -1)
         _state_gradients(planner)
 
 

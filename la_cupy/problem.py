@@ -7,6 +7,7 @@ shapes, strides, dtypes and options, and can be made up for tests.
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from . import checks, dtypes
@@ -85,6 +86,13 @@ class Problem:
     def out_shape(self) -> tuple[int, ...]:
         """The shape of out and dout."""
         return (*self.lead, self.n, self.e)
+
+    @property
+    def levelled(self) -> bool:
+        """Whether dq and dk are made of v less a constant, which changes neither: where rows are
+        divided by den. See kernels_cu/chunk/level.cuh."""
+        some = self.m > 0 and self.n > 0 and prod(self.lead) > 0
+        return self.dout is not None and self.options.normalize and some
 
 
 def make_options(

@@ -7,8 +7,18 @@ from math import prod
 import numpy as np
 
 from . import dtypes
-from .kernels import ScanSpec, Spec, StateSpec, SweepSpec
-from .params import DTYPE_CODES, MAX_RANK, PARAMS, PHASES, SCAN_PARAMS, SCAN_WIDTH, STATE_FIELDS
+from .kernels import RelevelSpec, ScanSpec, Spec, StateSpec, SweepSpec
+from .params import (
+    DTYPE_CODES,
+    MAX_RANK,
+    PARAMS,
+    PHASES,
+    RELEVEL_PARAMS,
+    RELEVEL_ROWS,
+    SCAN_PARAMS,
+    SCAN_WIDTH,
+    STATE_FIELDS,
+)
 from .problem import Problem
 
 Strides = tuple[int, ...]
@@ -163,6 +173,7 @@ class Course:
     splits: int
     pieces: int = 0
     phase: str = "whole"
+    levelled: bool = False  # whether v is taken less its level
 
     @property
     def segments(self) -> int:
@@ -198,7 +209,7 @@ def walk_launch(
     p["chunks"], p["chunks_per_segment"] = course.chunks, course.each
     p["segments"], p["splits"], p["pieces"] = course.segments, course.splits, course.pieces
     p["unit_norm"], p["normalize"] = options.qk_norm == "l2", options.normalize
-    p["phase"] = PHASES[course.phase]
+    p["levelled"], p["phase"] = course.levelled, PHASES[course.phase]
     p["a"], p["b"] = options.a, options.b
     p["a_float"], p["b_float"] = options.a, options.b
     return record.launch(spec, axes.heads * course.segments * course.splits)
@@ -211,21 +222,46 @@ def scan_launch(
     summed: int,
     is_reversed: bool,
     states: dict[str, StateRef],
+    v: Tensor | None,
 ) -> Launch:
-    """The launch of `scan` over `slots`, with `start` and `total` where there are any."""
-    axes = Axes(axes.sizes, axes.outer, ())
-    sizes, _, merged = merge(axes, [lead for s in states.values() for lead in s.leads])
+    """The launch of `scan` over `slots`, with `start` and `total` where there are any.
+
+    With `v`, `start` is made relative to the level of v.
+    """
     record = _Record(SCAN_PARAMS, problem.state_dtype)
-    taken = iter(merged)
-    for name, state in states.items():
-        record.state(name, state, [next(taken) for _ in STATE_FIELDS])
+    _by_state_head(record, problem, axes, states, v)
     p = record.values[0]
-    p["size"][: len(sizes)] = sizes
-    p["rank"], p["pieces"], p["summed"] = len(sizes), pieces, summed
-    p["reversed"], p["d"], p["e"] = is_reversed, problem.d, problem.e
+    p["pieces"], p["summed"], p["reversed"] = pieces, summed, is_reversed
     numbers = problem.d * problem.e + problem.d + problem.e + 1
     grid = axes.heads * -(-numbers // SCAN_WIDTH)
     return record.launch(ScanSpec(problem.state_dtype == "float64"), grid)
+
+
+def relevel_launch(
+    problem: Problem, axes: Axes, states: dict[str, StateRef], v: Tensor, sign: int
+) -> Launch:
+    """The launch of `relevel` from the state "from" to the state "to"."""
+    record = _Record(RELEVEL_PARAMS, problem.state_dtype)
+    _by_state_head(record, problem, axes, states, v)
+    record.values[0]["sign"] = sign
+    grid = axes.heads * -(-(problem.d + 1) // RELEVEL_ROWS)
+    return record.launch(RelevelSpec(problem.state_dtype == "float64"), grid)
+
+
+def _by_state_head(
+    record: _Record, problem: Problem, axes: Axes, states: dict[str, StateRef], v: Tensor | None
+) -> None:
+    """What the launches have in common that have a block or more for each head of the states."""
+    leads = [lead for s in states.values() for lead in s.leads] + ([v.lead] if v else [])
+    sizes, _, merged = merge(Axes(axes.sizes, axes.outer, ()), leads)
+    taken = iter(merged)
+    for name, state in states.items():
+        record.state(name, state, [next(taken) for _ in STATE_FIELDS])
+    if v is not None:
+        record.tensor("v", v, next(taken), 1)
+    p = record.values[0]
+    p["size"][: len(sizes)], p["rank"] = sizes, len(sizes)
+    p["m"], p["d"], p["e"] = problem.m, problem.d, problem.e
 
 
 def fill(

@@ -316,6 +316,32 @@ def _table() -> list[Case]:
     t.add("large-dout", causal=True, n=50, dtype="float16", dout_scale=1e3)
     t.add("offset", causal=True, lead=(1,), n=50, data="offset")
 
+    # v far from zero: its spread is what dq and dk depend on. Gradients of few rows are judged by the size of v, so that it
+    # takes 1000 rows to see an error of the size of the spread.
+    for data in ("offset", "mean16"):
+        for kind in ("float32", "bfloat16"):
+            for prefix, causal in both:
+                far: dict[str, Any] = {"causal": causal, "data": data, **_kind(kind)}
+                name = f"{prefix}{data}-{kind}"
+                t.add(f"{name}-state", n=40, d=24, e=40, initial="full", dstate="full", **far)
+                t.add(
+                    f"{name}-unnormalised",
+                    n=40,
+                    normalize=False,
+                    initial="full",
+                    dstate="full",
+                    **far,
+                )
+                t.add(f"{name}-1031", q=(3, 1031, 16), k=(1, 1031, 16), v=(1, 1031, 24), **far)
+                t.add(
+                    f"{name}-1031-initial",
+                    q=(2, 2, 1031, 16),
+                    k=(2, 1, 1031, 16),
+                    v=(1, 2, 1031, 8),
+                    initial="full",
+                    **far,
+                )
+
     # biased data over long sequences
     for kind in ("float32", "bfloat16"):
         for causal in (False, True):
@@ -343,7 +369,7 @@ def _long() -> list[Case]:
     t = _Table()
     for kind in ("float32", "bfloat16"):
         for prefix, causal in (("", False), ("causal-", True)):
-            for data in ("biased", "offset"):
+            for data in ("biased", "offset", "mean16"):
                 t.add(
                     f"long-{prefix}{data}-{kind}",
                     causal=causal,

@@ -199,6 +199,8 @@ def _values(case: Case, rng: np.random.Generator) -> tuple[Any, Any, Any]:
             q, k = 0.1 + abs(q), 0.1 + abs(k)
         case "offset":
             v = 1000 + v
+        case "mean16":
+            v = 16 + v
         case "zero_rows":
             q[..., ::3, :] = 0
             k[..., ::4, :] = 0

@@ -13,8 +13,16 @@ from cases import DTYPES, Case, make_inputs
 from specialisations import register_limit
 
 from la_cupy.device import DeviceInfo
-from la_cupy.kernels import NoKernelError, ScanSpec, Spec, StateSpec, SweepSpec
-from la_cupy.params import PARAMS, SCAN_PARAMS, SCAN_WIDTH
+from la_cupy.kernels import (
+    KernelSpec,
+    NoKernelError,
+    RelevelSpec,
+    ScanSpec,
+    Spec,
+    StateSpec,
+    SweepSpec,
+)
+from la_cupy.params import PARAMS, RELEVEL_PARAMS, RELEVEL_ROWS, SCAN_PARAMS, SCAN_WIDTH
 from la_cupy.plan import Plan, backward_plan, forward_plan
 from la_cupy.problem import Problem, backward_problem, forward_problem
 from la_cupy.records import Launch
@@ -111,8 +119,8 @@ def case_plans(case: Case, device: DeviceInfo) -> list[Plan]:
 
 
 def record(launch: Launch) -> Any:
-    dtype = SCAN_PARAMS if isinstance(launch.spec, ScanSpec) else PARAMS
-    return np.frombuffer(launch.record, dtype)[0]
+    kinds = {ScanSpec: SCAN_PARAMS, RelevelSpec: RELEVEL_PARAMS}
+    return np.frombuffer(launch.record, kinds.get(type(launch.spec), PARAMS))[0]
 
 
 # --- what holds for every plan
@@ -131,10 +139,14 @@ def assert_runnable(plan: Plan) -> None:
             x for x in names - made - given if not x.startswith(("initial_state.", "dstate."))
         }
         assert not strange, f"{spec.name} uses {strange}, which nobody makes"
-        heads = prod(p["size"][: p["rank"] if isinstance(spec, ScanSpec) else p["outer"]].tolist())
+        walks = isinstance(spec, KernelSpec)
+        heads = prod(p["size"][: p["outer"] if walks else p["rank"]].tolist())
         if isinstance(spec, ScanSpec):
             numbers = int(p["d"]) * int(p["e"]) + int(p["d"]) + int(p["e"]) + 1
             assert launch.grid == heads * -(-numbers // SCAN_WIDTH)
+        elif isinstance(spec, RelevelSpec):
+            assert spec.threads == 32 * RELEVEL_ROWS
+            assert launch.grid == heads * -(-(int(p["d"]) + 1) // RELEVEL_ROWS)
         else:
             assert launch.grid == heads * int(p["segments"]) * int(p["splits"])
             assert_covers_columns(plan.problem, spec, p)
@@ -144,7 +156,7 @@ def assert_runnable(plan: Plan) -> None:
 def assert_fits(spec: Spec, device: DeviceInfo) -> None:
     assert spec.shared_bytes <= device.shared_per_block, f"{spec.name} on {device}"
     assert spec.threads % 32 == 0 and 32 <= spec.threads <= 1024, spec.name
-    if not isinstance(spec, ScanSpec):
+    if isinstance(spec, KernelSpec):
         loaders = spec.loaders if isinstance(spec, SweepSpec) else 0
         assert spec.workers >= 1 and spec.threads == 32 * (spec.workers + loaders), spec.name
         assert spec.resident >= 1 and register_limit(spec) >= 128, spec.name

@@ -12,7 +12,9 @@ from la_cupy.kernels import (
     FEATURES,
     ROLES,
     NoKernelError,
+    RelevelSpec,
     ScanSpec,
+    Spec,
     StateSpec,
     SweepSpec,
     state_spec,
@@ -60,9 +62,9 @@ def lacks_kernel(kernel: tuple[str, bool], arith: str, d: int, e: int, device: D
     return causal and arith == "F64" and inner > 128 and device.shared_per_block == 101376
 
 
-def register_limit(spec: MatrixSpec | ScanSpec) -> int:
+def register_limit(spec: Spec) -> int:
     """Registers of a thread, with as many blocks on a multiprocessor as the kernel asks for."""
-    resident = 1 if isinstance(spec, ScanSpec) else spec.resident
+    resident = spec.resident if isinstance(spec, MatrixSpec) else 1
     return min(255, 65536 // (spec.threads * resident))
 
 
@@ -140,6 +142,7 @@ def pairwise(specs: Iterable[MatrixSpec]) -> Iterator[MatrixSpec]:
 
 
 @cache
-def cover(device: DeviceInfo) -> tuple[SweepSpec | StateSpec | ScanSpec, ...]:
-    """A pairwise cover of the specialisations on `device`, and both of `scan`."""
-    return (*pairwise(specialisations(device)), ScanSpec(False), ScanSpec(True))
+def cover(device: DeviceInfo) -> tuple[Spec, ...]:
+    """A pairwise cover of the specialisations on `device`, and both of `scan` and `relevel`."""
+    others = (kind(double) for kind in (ScanSpec, RelevelSpec) for double in (False, True))
+    return (*pairwise(specialisations(device)), *others)

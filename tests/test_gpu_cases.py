@@ -67,12 +67,7 @@ def test_gradients_without_the_normalizer(case: Case) -> None:
     check(case, inputs, found, reference(case, inputs), names)
 
 
-# "offset" has values of 1000 plus noise. The CPU takes a constant off v, in both gradients; the kernels take off the running
-# mean, in dq, and lose accuracy in proportion once the mean of v is far above its spread (README, "Errors").
-LONG_ON_GPU = [case for case in LONG if case.data != "offset"]
-
-
-@pytest.mark.parametrize("case", LONG_ON_GPU, ids=str)
+@pytest.mark.parametrize("case", LONG, ids=str)
 def test_long(case: Case) -> None:
     """Sums that grow or cancel, against float64: by size, in Frobenius norm, in the last quarter."""
     inputs = make_inputs(case)

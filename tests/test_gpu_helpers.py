@@ -125,10 +125,10 @@ def test_the_kernels_of_cases_are_found_once() -> None:
 
 
 def test_the_reduced_set_reaches_every_kernel() -> None:
-    """The sanitizer sees sweeps of all roles, pre-passes, the scan, segments and split columns."""
+    """The sanitizer sees sweeps of all roles, pre-passes, scan and relevel, segments and split columns."""
     made = [plan for name in SANITIZER for plan in plans(BY_NAME[name], H200)]
     used = [launch.spec for plan in made for launch in plan.launches]
-    assert {spec.source for spec in used} == {"sweep.cu", "accumulate.cu", "scan.cu"}
+    assert {spec.source for spec in used} == {"sweep.cu", "accumulate.cu", "scan.cu", "relevel.cu"}
     sweeps = {(spec.arith, spec.role, spec.causal) for spec in used if isinstance(spec, SweepSpec)}
     assert {arith for arith, *_ in sweeps} >= {"Bf16"}  # of wide rows, and of heads that are shared
     for arith in (WGMMA, "Tf32", "Tf32x3", "F64"):

@@ -13,7 +13,17 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from cases import BY_NAME, SMALL, Case, Inputs, check, make_inputs, name_results, reference_results
+from cases import (
+    BY_NAME,
+    CASES,
+    SMALL,
+    Case,
+    Inputs,
+    check,
+    make_inputs,
+    name_results,
+    reference_results,
+)
 from emulation import runner
 from emulation.backend import H200, Backend
 from specialisations import A100, RTX50
@@ -135,6 +145,20 @@ def test_sequence_in_segments_and_whole(case: Case, device: DeviceInfo) -> None:
     check_case(case, backend)
     for plan in backend.plans:
         assert (segments(plan) > 1) == (device is H200), str(plan)
+
+
+FAR_FROM_ZERO = [
+    pytest.param(case, device, id=f"{case}-{name}")
+    for case in CASES
+    if case.data in ("offset", "mean16") and not case.small
+    for name, device in (("segments", H200), ("portable", A100), ("whole", ONE_BLOCK))
+    if name == "segments" or (case.causal if name == "whole" else case.dtype == "bfloat16")
+]
+
+
+@pytest.mark.parametrize("case,device", FAR_FROM_ZERO)
+def test_values_far_from_zero(case: Case, device: DeviceInfo) -> None:
+    check_case(case, Emulation(device))
 
 
 def test_sum_of_everything_in_pieces() -> None:
@@ -282,6 +306,14 @@ FAULTS = {  # the case that notices, the file, what is replaced, by what
     "padding counts as keys": (
         "float32-state",
         ("chunk/gather.cuh", r" && rows\.holds\(row\)", ""),
+    ),
+    "initial state not relative to the level": (
+        "causal-offset-float32-1031-initial",
+        ("scan.cu", r"p\.start\.kv != 0 && p\.v\.data != 0", "false"),
+    ),
+    "its gradient relative to the level": (
+        "offset-float32-state",
+        ("relevel.cu", r"Acc\(p\.sign\) \* sum", "(p.sign > 0 ? sum : Acc(0))"),
     ),
     "pieces in the wrong order": (
         "length-1031",

@@ -11,8 +11,15 @@ from emulation import runner
 from plans import array, assert_runnable
 from specialisations import A100, ARITHMETICS, B200, H200, KERNELS, L40, specialisations
 
-from la_cupy.kernels import ScanSpec, SweepSpec
-from la_cupy.params import MAX_RANK, PARAMS, SCAN_PARAMS, SCAN_WIDTH
+from la_cupy.kernels import RelevelSpec, ScanSpec, SweepSpec
+from la_cupy.params import (
+    MAX_RANK,
+    PARAMS,
+    RELEVEL_PARAMS,
+    RELEVEL_ROWS,
+    SCAN_PARAMS,
+    SCAN_WIDTH,
+)
 from la_cupy.plan import forward_plan
 from la_cupy.problem import forward_problem
 from la_cupy.records import Axes, merge
@@ -112,12 +119,14 @@ def test_shared_memory_and_threads_as_the_kernels_have_them(arith: str) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_records_as_the_kernels_have_them() -> None:
     lines = [
-        f"static_assert(sizeof(la::Params) == {PARAMS.itemsize});",
-        f"static_assert(sizeof(la::ScanParams) == {SCAN_PARAMS.itemsize});",
         f"static_assert(la::kMaxRank == {MAX_RANK} && la::kScanWidth == {SCAN_WIDTH});",
         f"static_assert(la::kScanWidth == {ScanSpec(False).threads});",
+        f"static_assert(la::kRelevelRows == {RELEVEL_ROWS});",
+        f"static_assert(32 * la::kRelevelRows == {RelevelSpec(False).threads});",
     ]
-    for name, kind in (("Params", PARAMS), ("ScanParams", SCAN_PARAMS)):
+    records = {"Params": PARAMS, "ScanParams": SCAN_PARAMS, "RelevelParams": RELEVEL_PARAMS}
+    for name, kind in records.items():
+        lines.append(f"static_assert(sizeof(la::{name}) == {kind.itemsize});")
         for field, (_, offset, *_) in (kind.fields or {}).items():
             lines.append(f"static_assert(offsetof(la::{name}, {field}) == {offset});")
-    runner.build(["la::scan<float>"], ["scan.cu", "sweep.cu"], lines)
+    runner.build(["la::scan<float>"], ["scan.cu", "relevel.cu", "sweep.cu"], lines)

@@ -1,5 +1,6 @@
 // Which part of the work a block has, and names for its shared memory.
 #pragma once
+#include "chunk/level.cuh"
 #include "chunk/state.cuh"
 
 namespace la {
@@ -9,6 +10,8 @@ struct Block {
   using Role = typename Config::Role;
   using Acc = typename Config::Acc;
   static constexpr bool kQueryRows = !Role::kReversed;
+  // Has rows of v, to take its level off.
+  static constexpr bool kLevelled = kSame<Role, GradK> || (kSame<Role, GradQ> && Config::kCausal);
 
   i32 zero;  // 0, see shared()
   Head head;
@@ -76,6 +79,11 @@ struct Block {
     const u64 inner = !given ? 0 : Role::kKeyFeatures ? at.k_sum : at.v_sum;
     const u64 column = !given ? 0 : Role::kKeyFeatures ? at.v_sum : at.k_sum;
     if constexpr (Config::Arith::kWarpgroups) prepare();
+    if constexpr (kLevelled) {
+      for (int i = thread(); i < Config::kInner; i += Config::kThreads) {
+        level()[i] = p.levelled && i < p.e ? la::level<Acc>(p.v, head, p.m, i) : Acc(0);
+      }
+    }
     if (thread() == 0) start_count = given ? load_number<Acc>(at.count, 0) : Acc(0);
     for (int copy = 0; copy < 2; ++copy) {
       read_vector<Acc>(inner_sum(copy), Config::kInner, inner, 0, Role::kKeyFeatures ? p.d : p.e, Config::kThreads);
@@ -155,6 +163,7 @@ struct Block {
   LA_DEVICE Acc* inner_sum(int copy) const { return vector(Config::kInnerSum + copy * Config::kInner); }
   LA_DEVICE Acc* centre(int copy) const { return vector(Config::kCentre + copy * Config::kInner); }
   LA_DEVICE Acc* rest(int copy) const { return vector(Config::kRest + copy * Config::kInner); }
+  LA_DEVICE Acc* level() const { return vector(Config::kLevel); }
   LA_DEVICE Acc* column_sum(int copy) const { return vector(Config::kColumnSum + copy * Config::kColumns); }
 
   // GradQ: dq does not change when a constant is added to v, so the mean c of the values so far is taken off. The large

@@ -8,7 +8,8 @@ namespace la {
 //
 //     out[x] = sum_y w[x, y] C[y],    w[x, y] = w0 + w1 (A[x] . B[y]) (less an offset of the row or source),
 //
-// with y <= x, or y >= x where `kReversed`. A role says what A, B and C are; chunk/weights.cuh, what w is.
+// with y <= x, or y >= x where `kReversed`. A role says what A, B and C are (v in GradQ and GradK less a constant,
+// chunk/level.cuh); chunk/weights.cuh, what w is.
 //
 //              A         B         C         x        y
 //   Forward    b phi(q)  phi(k)    v         query    key
@@ -62,7 +63,8 @@ struct SweepConfig {
   // Warpgroups share their registers out anew: workers hold the state, the result and an operand, loaders rows that wait.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kMinBlocks) / 8 * 8;
   static constexpr bool kShares = Arith::kWarpgroups && kLaunchRegisters < 200;
-  static constexpr int kWorkerRegisters = Inner == 64 ? (kGradQ ? 152 : 144) : kGradQ ? 160 : 152;
+  static constexpr int kWorkerRegisters =
+      Loaders < kWorkers ? 168 : Inner == 64 || kSame<Role, GradK> ? 144 : 152;
   static constexpr int kLoaderRegisters = (kLaunchRegisters * kThreads / 32 - kWorkerRegisters * kWorkers) / Loaders / 8 * 8;
   template <int Registers>
   static LA_DEVICE void share_registers() {
@@ -104,7 +106,9 @@ struct SweepConfig {
   static constexpr int kColumnSum = kRest + 2 * Inner;         // [2][Columns] weighted sums of C
   static constexpr int kInnerParts = kColumnSum + 2 * Columns;           // [kLoaders][Inner]
   static constexpr int kColumnParts = kInnerParts + kLoaders * Inner;    // [kLoaders][Columns]
-  static constexpr int kRowParts = kColumnParts + kLoaders * Columns;      // [kGroups][Chunk] sums of weights
+  // [Inner] GradQ, GradK: the level of v, in a place that the role does not use.
+  static constexpr int kLevel = kSame<Role, GradQ> ? kColumnParts : kCentre;
+  static constexpr int kRowParts = kColumnParts + larger(kLoaders * Columns, kSame<Role, GradQ> ? Inner : 0);  // [kGroups][Chunk]
   static constexpr int kRowNumbers = kRowParts + kGroups * Chunk;       // [2][4][Chunk] see RowNumber
   static constexpr int kDotParts = kRowNumbers + 8 * Chunk;              // [kWorkers][Chunk][kRowSums]; Forward: [kWorkers][Chunk]
   static constexpr int kRowFactors = kDotParts + kRowSums * kWorkers * Chunk;      // [Chunk] RowFactors; see Epilogue
@@ -142,6 +146,7 @@ struct StateConfig {
   static constexpr int kVectors = kC + ColumnTile::bytes(Chunk);
   static constexpr int kInnerParts = 0;
   static constexpr int kColumnParts = kInnerParts + kWarps * Inner;
+  static constexpr int kLevel = kColumnParts;  // [Columns], until the sums take the place
   static constexpr int kCounts = kColumnParts + kWarps * Columns;  // [kWarps]
   static constexpr int kSharedBytes = kVectors + static_cast<int>(sizeof(Acc)) * (kCounts + kWarps);
 };

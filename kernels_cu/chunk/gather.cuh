@@ -1,5 +1,6 @@
 // The pre-pass over one piece of the sequence: see accumulate.cu.
 #pragma once
+#include "chunk/level.cuh"
 #include "chunk/state.cuh"
 
 namespace la {
@@ -104,6 +105,8 @@ struct Gather {
         Acc inverse[RowsC::kBatch];
         den_c.read(inverse, batch);
         RowsC::scale(v, inverse);
+      } else {
+        RowsC::subtract(v, rows, vector(Config::kLevel));
       }
       RowsC::store(tile_c(), v);
       RowsC::add(column_sum, v);
@@ -114,6 +117,7 @@ struct Gather {
     RowsB::clear(inner_sum);
     RowsC::clear(column_sum);
     StateCells<Config, true>::clear(state);
+    if constexpr (!kReversed) find_level();
     i32 step = -1;
     i32 member = group - 1;
 #pragma unroll 1
@@ -135,6 +139,13 @@ struct Gather {
       member = next_member;
     }
     finish();
+  }
+
+  LA_DEVICE void find_level() const {
+    for (int i = thread(); i < Config::kColumns; i += Config::kThreads) {
+      vector(Config::kLevel)[i] = p.levelled && column0 + i < p.e ? level<Acc>(p.v, head, p.m, column0 + i) : Acc(0);
+    }
+    sync_block();
   }
 
   LA_DEVICE void finish() {

@@ -11,7 +11,8 @@ struct Head {
   i32 at[kMaxRank];
 
   // Division is of 32 bits, which a grid never exceeds: that of 64 is a subroutine, around which registers are saved.
-  LA_DEVICE void place(const Params& p, u32 index, i32 from, i32 to) {
+  template <class Sized>
+  LA_DEVICE void place(const Sized& p, u32 index, i32 from, i32 to) {
 #pragma unroll
     for (i32 axis = kMaxRank - 1; axis >= 0; --axis) {
       if (axis >= from && axis < to) {

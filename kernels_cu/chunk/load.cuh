@@ -105,6 +105,7 @@ struct Load {
       fetch_c(then);
     }
     if constexpr (!kSums) copy_wait();
+    if (p.levelled) take_level_off(now);
   }
 
   // Which array is A, X, B, C, and where its rows begin.
@@ -148,6 +149,14 @@ struct Load {
     }
     if constexpr (Config::kCausal && kCopyC) {
       ColumnRows::copy_in(p.v, values, block.sources_at(t.step), block.column0, p.e - block.column0, block.tile_c(t.copy));
+    }
+  }
+
+  // Off v where it was copied as it is.
+  LA_DEVICE void take_level_off(Turn t) const {
+    if constexpr (kCopyA) InnerRows::subtract(block.tile_a(t.row_copy()), block.rows_at(t.step), block.level());
+    if constexpr (Config::kCausal && kCopyB) {
+      InnerRows::subtract(block.tile_b(t.copy), block.sources_at(t.step), block.level());
     }
   }
 
@@ -214,11 +223,11 @@ struct Load {
     }
   }
 
-  template <class R>
+  template <Outside Outside = kZero, class R>
   LA_DEVICE typename R::Batch features(const R& rows, typename R::Norms& norms, int batch, const Tensor& t, Span span) const {
     typename R::Batch v = rows.values(batch, t.dtype);
     R::normalise(p, v, norms);
-    R::template map<Feature>(v, span, p.d);
+    R::template map<Feature, Outside>(v, span, p.d);
     return v;
   }
 
@@ -231,8 +240,8 @@ struct Load {
   }
 
   LA_DEVICE void put_a(Turn t) {
-    if constexpr (kGradK && Arith::kFixedType) {
-      if constexpr (!kCopyA) a.store_raw(block.tile_a(t.row_copy()));
+    if constexpr (kGradK) {
+      if constexpr (!kCopyA) a.store_less(block.tile_a(t.row_copy()), block.level(), p.v.dtype);
     } else {
       put_a_batches(t);
     }
@@ -255,11 +264,10 @@ struct Load {
     for (int batch = 0; batch < R::kBatches; ++batch) {
       typename R::Batch v;
       if constexpr (kForward) {
-        v = features(a, of_a, batch, p.q, span);
+        v = features<kAny>(a, of_a, batch, p.q, span);  // it meets zeros of B, and of the sums
         R::each(v, [&](Acc& one, int, int) { one *= scalar_b<Acc>(p); });
       }
-      if constexpr (kGradV) v = features(a, of_a, batch, p.k, span);
-      if constexpr (kGradK) v = a.values(batch, p.v.dtype);
+      if constexpr (kGradV) v = features<kAny>(a, of_a, batch, p.k, span);
       if constexpr (kGradQ) {
         v = a.values(batch, p.dout.dtype);
         scale<R>(v, copy, batch);
@@ -306,7 +314,10 @@ struct Load {
       for (int batch = 0; batch < R::kBatches; ++batch) {
         typename R::Batch v;
         if constexpr (Role::kKeyFeatures) v = features(b, of_b, batch, array_b(), span);
-        if constexpr (kGradQ) v = b.values(batch, p.v.dtype);
+        if constexpr (kGradQ) {
+          v = b.values(batch, p.v.dtype);
+          R::subtract(v, span, block.level());
+        }
         if constexpr (kGradK) {
           v = b.values(batch, p.dout.dtype);
           scale<R>(v, t.copy, batch);
@@ -334,15 +345,12 @@ struct Load {
       for (int batch = 0; batch < R::kBatches; ++batch) {
         typename R::Batch v;
         if constexpr (kForward) v = c.values(batch, p.v.dtype);
-        if constexpr (kGradQ) {
-          v = features(c, of_c, batch, p.k, span);
-          if (Config::kKeyOffset != 0) R::shift(v, span, p.d, Config::kKeyOffset);
-        }
+        if constexpr (kGradQ) v = features<kShifted>(c, of_c, batch, p.k, span);  // less Config::kKeyOffset
         if constexpr (kGradV) {
           v = c.values(batch, p.dout.dtype);
           scale<R>(v, t.copy, batch);
         }
-        if constexpr (kGradK) v = features(c, of_c, batch, p.q, span);
+        if constexpr (kGradK) v = features<kAny>(c, of_c, batch, p.q, span);  // it meets zeros of B, of W and of delta
         if constexpr (kSum) {
           Acc delta[R::kBatch];
           R::read(delta, block.numbers(t.copy, kFirst), batch);

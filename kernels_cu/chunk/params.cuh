@@ -50,6 +50,7 @@ struct Params {
   i32 pieces;                 // slots of `start` that make a segment; 0: it has one slot only
   i32 unit_norm;              // qk_norm == "l2"
   i32 normalize;
+  i32 levelled;               // v is taken less a constant, see chunk/level.cuh
   i32 phase;                  // see SweepPhase
   double a, b;
   float a_float, b_float;     // the same: to convert them takes the double-precision unit, which is slow

@@ -52,6 +52,10 @@ template <> struct Range<double> {
   static constexpr double kSmall = 1e-280, kLarge = 1e280, kUp = 0x1p+600, kDown = 0x1p-600;
 };
 
+// What phi makes of elements outside the array, where phi(0) need not be 0: a zero; anything; or zero by itself, since phi(0) is
+// taken off everywhere. To ask whether an element exists takes registers.
+enum Outside { kZero, kAny, kShifted };
+
 // `Threads` threads from `First` on share the rows of a chunk, and treat up to four of each at a time.
 template <class Arith, int Width, int Chunk, int Threads, int First = 0>
 struct Rows {
@@ -342,18 +346,45 @@ struct Rows {
     scale(v, factor);
   }
 
-  // phi of each element; 0 outside the array, where phi(0) need not be 0.
-  template <class Feature>
+  // phi of each element.
+  template <class Feature, Outside Outside = kZero>
   static LA_DEVICE void map(Batch& v, Span span, int width) {
     each(v, [&](Acc& x, int r, int column) {
       const Acc y = Feature::value(x);
-      x = Feature::kAtZero == 0 || exists(v.first + r, span, column, width) ? y : Acc(0);
+      if constexpr (Outside == kShifted) {
+        x = y - Acc(Feature::kAtZero);
+      } else {
+        x = Outside == kAny || Feature::kAtZero == 0 || exists(v.first + r, span, column, width) ? y : Acc(0);
+      }
     });
   }
 
   // Takes `offset` off each element of the array.
   static LA_DEVICE void shift(Batch& v, Span span, int width, Acc offset) {
     each(v, [&](Acc& x, int r, int column) { x = exists(v.first + r, span, column, width) ? x - offset : x; });
+  }
+
+  // Takes vector[column] off the rows that exist.
+  static LA_DEVICE void subtract(Batch& v, Span span, const Acc* vector) {
+    each(v, [&](Acc& x, int r, int column) { x = span.holds(row(v.first + r)) ? x - vector[column] : x; });
+  }
+
+  // The same in a tile, of the packets that this thread put there.
+  template <class Tile>
+  static LA_DEVICE void subtract(const Tile& tile, Span span, const Acc* vector) {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (!inside(pass) || !span.holds(row(pass))) continue;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        Word4& at = *reinterpret_cast<Word4*>(tile.packet(row(pass), packet(i)));
+        Acc x[kPacket];
+        decode_packet(at, Arith::kDType, x);
+#pragma unroll
+        for (int j = 0; j < kPacket; ++j) x[j] -= vector[packet(i) * kPacket + j];
+        at = Arith::encode(x);
+      }
+    }
   }
 
   static LA_DEVICE bool exists(int pass, Span span, int column, int width) {
@@ -377,6 +408,22 @@ struct Rows {
     for (int pass = 0; pass < kPasses; ++pass) {
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) put(tile, pass, i, 0, raw[pass][i]);
+    }
+  }
+
+  // The same less vector[column], a row at a time: where workers hold most of the registers, loaders must do with few.
+  template <class Tile>
+  LA_DEVICE void store_less(const Tile& tile, const Acc* vector, i32 dtype) const {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        Acc x[kPacket];
+        decode_packet(raw[pass][i], dtype, x);
+#pragma unroll
+        for (int j = 0; j < kPacket; ++j) x[j] -= vector[packet(i) * kPacket + j];
+        put(tile, pass, i, 0, Arith::encode(x));
+      }
     }
   }
 

@@ -1,0 +1,42 @@
+// The level c0 of a head: a constant that the gradients of q and k take off v where rows are divided by den. Neither changes,
+//
+//     dw[i, j] = g[i] . v[j] - delta[i] = g[i] . (v[j] - c0) - (delta[i] - g[i] . c0),
+//
+// but products and sums, and with them their errors, then have the size of the spread of v and not that of its mean. All that
+// goes from kernel to kernel is meant relative to c0: delta, the sums over keys, and the sums over queries, which are their
+// gradients:
+//
+//     kv - k_sum c0^T,  k_sum,  v_sum - count c0,  count          dkv,  dk_sum + dkv c0,  dv_sum,  dcount + dv_sum . c0
+//
+// What the caller gives (initial_state, dstate) and gets is not: scan.cu and relevel.cu change over.
+#pragma once
+#include "chunk/heads.cuh"
+
+namespace la {
+
+template <class Acc>
+LA_DEVICE Acc load_element(const Tensor& t, i64 index) {
+  const u64 at = t.data + static_cast<u64>(index * element_bytes(t.dtype));
+  if (t.dtype == kFloat64) return static_cast<Acc>(load_number<double>(at, 0));
+  if (t.dtype == kFloat32) return static_cast<Acc>(load_number<float>(at, 0));
+  return static_cast<Acc>(half_word({{load_2(reinterpret_cast<const void*>(at)), 0, 0, 0}}, 0, t.dtype));
+}
+
+// One column of c0: that of the middle row of v where four more rows are near it, and 0 otherwise. So v stays as it is, exact,
+// where it has no mean to speak of, but for two columns in a thousand; and an odd row, the first say, does not set the level.
+// Elsewhere v - c0 is exact where v lies between c0 / 2 and 2 c0, which it would not be less a mean. NaN and infinity are near
+// nothing.
+template <class Acc>
+LA_DEVICE Acc level(const Tensor& v, const Head& head, i64 m, int column) {
+  const auto value = [&](i64 row) { return load_element<Acc>(v, head.offset(v.lead) + row * v.row + column); };
+  const i64 eighth = m / 8;
+  const Acc middle = value(m / 2);
+  const Acc others[4] = {value(eighth), value(3 * eighth), value(m - 1 - 3 * eighth), value(m - 1 - eighth)};
+  const auto size = [](Acc x) { return x < Acc(0) ? -x : x; };
+  bool near = true;
+#pragma unroll
+  for (const Acc x : others) near = near && 2 * size(x - middle) < size(middle);
+  return near ? middle : Acc(0);
+}
+
+}  // namespace la
