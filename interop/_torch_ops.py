@@ -1,0 +1,141 @@
+"""The custom ops `la_cupy::forward` and `la_cupy::vjp`, for eager code, tracers and compilers.
+
+They are defined in a `torch.library.Library`, since a call through `custom_op` costs 15 µs more,
+and know nothing of gradients; these are in `_torch_autograd`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from la_cupy.problem import backward_problem, forward_problem
+
+from . import _torch_run as run
+from ._torch_run import OPTION_NAMES, Options
+
+_OPTIONS = (
+    "bool causal, float a, float b, str? qk_norm, str feature_map, bool normalize, str precision"
+)
+_library = torch.library.Library("la_cupy", "DEF")
+_library.define(
+    f"forward(Tensor q, Tensor k, Tensor v, Tensor[] initial_state, bool want_state, {_OPTIONS})"
+    " -> Tensor[]"
+)
+_library.define(
+    "vjp(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? normalizer, Tensor[] initial_state, "
+    f"Tensor[] dstate, {_OPTIONS}) -> Tensor[]"
+)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, initial: list[Tensor], want_state: bool, *options: Any
+) -> list[Tensor]:
+    return run.forward(options, q, k, v, tuple(initial), want_state)
+
+
+def _vjp(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    den: Tensor | None,
+    initial: list[Tensor],
+    dstate: list[Tensor],
+    *options: Any,
+) -> list[Tensor]:
+    return run.vjp(options, dout, q, k, v, den, tuple(initial), tuple(dstate))
+
+
+# One implementation for every device: those that it cannot use are refused with a sentence.
+_library.impl("forward", _forward, "CompositeExplicitAutograd")
+_library.impl("vjp", _vjp, "CompositeExplicitAutograd")
+
+
+# --- shapes and types, for tracers -------------------------------------------------------------
+
+
+@torch.library.register_fake("la_cupy::forward")
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, initial: list[Tensor], want_state: bool, *options: Any
+) -> list[Tensor]:
+    if _is_concrete(options, q, k, v, *initial):
+        forward_problem(
+            *map(run.describe, (q, k, v)),
+            initial_state=run.describe_state(tuple(initial)),
+            **dict(zip(OPTION_NAMES, options, strict=True)),
+        )
+    d, e = q.shape[-1], v.shape[-1]
+    cores = ((d, e), (d,), (e,), ())
+    leads = [k.shape[:-2], v.shape[:-2]]
+    leads += [x.shape[: x.ndim - len(core)] for x, core in zip(initial, cores, strict=False)]
+    state_lead = torch.broadcast_shapes(*leads)
+    lead = torch.broadcast_shapes(q.shape[:-2], state_lead)
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    out = q.new_empty((*lead, q.shape[-2], e), dtype=dtype)
+    den = q.new_empty((*lead, q.shape[-2]), dtype=sums)
+    parts = cores if want_state else ()
+    return [out, den, *(q.new_empty((*state_lead, *core), dtype=sums) for core in parts)]
+
+
+@torch.library.register_fake("la_cupy::vjp")
+def _fake_vjp(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    den: Tensor | None,
+    initial: list[Tensor],
+    dstate: list[Tensor],
+    *options: Any,
+) -> list[Tensor]:
+    if _is_concrete(options, dout, q, k, v, *initial, *dstate):
+        backward_problem(
+            *map(run.describe, (dout, q, k, v)),
+            initial_state=run.describe_state(tuple(initial)),
+            dstate=run.describe_state(tuple(dstate)),
+            **dict(zip(OPTION_NAMES, options, strict=True)),
+        )
+    return [x.new_empty(x.shape) for x in (q, k, v, *initial)]
+
+
+def _is_concrete(options: tuple[Any, ...], *tensors: Tensor) -> bool:
+    """Whether all sizes and numbers are known, so that the checks of a real call can be made."""
+    numbers = [*options[1:3], *(n for x in tensors for n in (*x.shape, *x.stride()))]
+    return all(type(n) in (int, float) for n in numbers)
+
+
+# --- how the rest of the adapter calls them ----------------------------------------------------
+
+
+def forward(
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial: tuple[Tensor, ...],
+    want_state: bool,
+) -> list[Tensor]:
+    """[out, den], and the four parts of the final state if they are wanted."""
+    results: list[Tensor] = torch.ops.la_cupy.forward.default(
+        q, k, v, initial, want_state, *options
+    )
+    return results
+
+
+def vjp(
+    options: Options,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    den: Tensor | None,
+    initial: tuple[Tensor, ...],
+    dstate: tuple[Tensor, ...],
+) -> list[Tensor]:
+    """[dq, dk, dv], and the gradients of the initial state if there is one."""
+    results: list[Tensor] = torch.ops.la_cupy.vjp.default(
+        dout, q, k, v, den, initial, dstate, *options
+    )
+    return results

@@ -1,0 +1,226 @@
+"""PyTorch: `linear_attention` on tensors, with gradients of every order and torch.compile.
+
+Nothing is copied: CUDA tensors are read where they are, in torch's current stream, and results
+and workspaces come from torch's allocator. CPU tensors are computed by the NumPy path.
+
+>>> import torch
+>>> from la_cupy.interop.torch import linear_attention
+>>> q, k, v = torch.randn(3, 8, 100, 16, requires_grad=True).unbind()
+>>> out = linear_attention(q, k, v, causal=True)
+>>> out.shape
+torch.Size([8, 100, 16])
+>>> out.sum().backward()
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from la_cupy import checks
+from la_cupy.problem import make_options
+from la_cupy.results import State
+
+from . import _torch_autograd as autograd
+from ._torch_run import Options
+
+__all__ = ["linear_attention", "register_transformers", "scaled_dot_product_attention"]
+
+
+class OperatorOptions(TypedDict, total=False):
+    """The options of the operator, as `la_cupy.linear_attention` documents them."""
+
+    causal: bool
+    a: float
+    b: float
+    qk_norm: Literal["l2"] | None
+    feature_map: Literal["identity", "elu1", "relu", "silu", "exp"]
+    normalize: bool
+    precision: Literal["highest", "tf32"]
+    initial_state: State | tuple[Tensor, Tensor, Tensor, Tensor] | None
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_state: Literal[False] = False,
+    return_normalizer: Literal[False] = False,
+    **options: Unpack[OperatorOptions],
+) -> Tensor: ...
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_state: Literal[True],
+    return_normalizer: Literal[False] = False,
+    **options: Unpack[OperatorOptions],
+) -> tuple[Tensor, State]: ...
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_state: Literal[False] = False,
+    return_normalizer: Literal[True],
+    **options: Unpack[OperatorOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_state: Literal[True],
+    return_normalizer: Literal[True],
+    **options: Unpack[OperatorOptions],
+) -> tuple[Tensor, State, Tensor]: ...
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_state: bool = False,
+    return_normalizer: bool = False,
+    **options: Unpack[OperatorOptions],
+) -> Any: ...
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    a: float = 1.0,
+    b: float = 1.0,
+    qk_norm: str | None = "l2",
+    feature_map: str = "identity",
+    normalize: bool = True,
+    initial_state: Any = None,
+    return_state: bool = False,
+    return_normalizer: bool = False,
+    precision: str = "highest",
+) -> Any:
+    """Attention with weights ``a + b (q~ . k~)``, in time linear in the number of rows.
+
+    For each row i of q, with ``q~ = phi(norm(q))`` and ``k~ = phi(norm(k))``::
+
+        w[i, j] = a + b (q~[i] . k~[j]),   0 where causal and j > i + (M - N)
+        num[i]  = sum_j w[i, j] v[j]       + a v_sum + b q~[i] kv       (initial state)
+        den[i]  = sum_j w[i, j]            + a count + b q~[i] . k_sum
+        out[i]  = num[i] / den[i]  (normalize)  or  num[i]
+
+    This is `la_cupy.linear_attention` on tensors, with the same meaning of every option. Results
+    and the state are differentiable; first derivatives in reverse mode are the kernels' own,
+    second ones and forward mode are computed by torch operations in O(N D) memory.
+
+    Parameters
+    ----------
+    q, k, v : torch.Tensor
+        Queries ``(..., N, D)``, keys ``(..., M, D)`` and values ``(..., M, E)`` on one device,
+        CPU or CUDA, of float16, bfloat16, float32 or float64. Leading axes broadcast as in
+        torch.matmul; any strides. Under torch.autocast they are cast to its type, as
+        torch's own scaled_dot_product_attention does, unless they are float64.
+    causal, a, b, qk_norm, feature_map, normalize, precision
+        As in `la_cupy.linear_attention`.
+    initial_state : la_cupy.State or tuple of four tensors, optional
+        What earlier keys left behind.
+    return_state, return_normalizer : bool
+        Also return the State of tensors after these keys, and den ``(..., N)``, in this order.
+
+    Returns
+    -------
+    out : torch.Tensor ``(broadcast(q, k, v, initial_state), N, E)``
+        In the promoted type of q, k and v.
+    state : State, if return_state
+        float32, or float64 for float64 inputs; differentiable.
+    normalizer : torch.Tensor ``(..., N)``, if return_normalizer
+        den, in the type of the state; not differentiable.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `la_cupy.linear_attention`; also for tensors on several devices, or on others than
+        CPU and CUDA.
+
+    Examples
+    --------
+    >>> import torch
+    >>> q = k = torch.eye(2)
+    >>> linear_attention(q, k, torch.tensor([[1.0], [4.0]]))
+    tensor([[2.],
+            [3.]])
+    """
+    options: Options
+    if torch.compiler.is_compiling():  # the op's checks run when it is traced
+        options = causal, a, b, qk_norm, feature_map, normalize, precision
+    else:
+        options = _options(causal, a, b, qk_norm, feature_map, normalize, precision)
+        return_state = checks.flag("return_state", return_state)
+        return_normalizer = checks.flag("return_normalizer", return_normalizer)
+    initial = () if initial_state is None else checks.state_parts("initial_state", initial_state)
+    q, k, v = (_input(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    if initial:
+        initial = tuple(
+            _input(f"initial_state.{field}", x, autocast=False)
+            for field, x in zip(State._fields, initial, strict=True)
+        )
+    out, den, *parts = autograd.forward(options, return_state, q, k, v, *initial)
+    if return_state:
+        state = State(*parts)
+        return (out, state, den) if return_normalizer else (out, state)
+    return (out, den) if return_normalizer else out
+
+
+def _options(
+    causal: Any,
+    a: Any,
+    b: Any,
+    qk_norm: Any,
+    feature_map: Any,
+    normalize: Any,
+    precision: Any,
+) -> Options:
+    for name, value in (("a", a), ("b", b)):
+        if isinstance(value, Tensor):
+            raise TypeError(
+                f"{name} is a tensor, but must be a number on the host, since reading it may wait "
+                f"for a GPU: write float({name}) yourself, outside the loop"
+            )
+    return (
+        checks.flag("causal", causal),
+        checks.scalar("a", a),
+        checks.scalar("b", b),
+        checks.choice("qk_norm", qk_norm, checks.QK_NORMS),
+        checks.choice("feature_map", feature_map, checks.FEATURE_MAPS),
+        checks.flag("normalize", normalize),
+        checks.choice("precision", precision, checks.PRECISIONS),
+    )
+
+
+def _input(name: str, x: Any, autocast: bool = True) -> Tensor:
+    """A tensor whose memory holds its values, in autocast's type."""
+    if not isinstance(x, Tensor):
+        kind = type(x)
+        raise TypeError(
+            f"{name} is a {kind.__module__}.{kind.__qualname__}, but PyTorch tensors are needed: "
+            f"write torch.as_tensor({name}), or call la_cupy.linear_attention for arrays"
+        )
+    if x.is_neg():
+        x = x.resolve_neg()
+    if autocast and torch.is_autocast_enabled(x.device.type) and _is_castable(x):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def _is_castable(x: Tensor) -> bool:
+    return x.is_floating_point() and x.dtype != torch.float64
