@@ -1,8 +1,9 @@
 """Gradients of the custom ops, for autograd, torch.func and torch.compile.
 
 `Forward` is differentiated by the op `vjp`, inside `Backward`, which is differentiated by the
-formula in torch operations: every derivative is right, and the first is the kernels' own.
-(`register_autograd` would be shorter, but gives wrong results in forward mode, in silence.)
+formula in torch operations: every derivative is right, and the first is the kernels' own. Eager
+code calls them; the same are registered with the ops, for the tracer of torch.compile, which
+takes ops as they are. (`register_autograd` would be shorter, but has no forward mode, in silence.)
 """
 
 from typing import Any
@@ -15,19 +16,18 @@ from . import _torch_formula as formula
 from . import _torch_ops as ops
 from ._torch_run import Options
 
+Part = Tensor | None
 Counts = tuple[int, int]
 """How many parts, 0 or 4, of an initial state and of dstate there are."""
-Gradient = Tensor | None
 
 
 def forward(
     options: Options, want_state: bool, q: Tensor, k: Tensor, v: Tensor, *initial: Tensor
 ) -> tuple[Tensor, ...]:
     """(out, den), and the four parts of the final state if they are wanted."""
-    if torch.compiler.is_compiling():  # whose tracer refuses functions that have a jvp
-        results: tuple[Tensor, ...] = Forward.apply(options, want_state, q, k, v, *initial)
-        return results
-    return _apply(ForwardMode, options, want_state, q, k, v, *initial)
+    if torch.compiler.is_compiling():
+        return tuple(ops.forward(options, q, k, v, initial, want_state))
+    return _apply(Forward, options, want_state, q, k, v, *initial)
 
 
 def _apply(function: Any, *arguments: Any) -> tuple[Tensor, ...]:
@@ -45,51 +45,54 @@ class Forward(torch.autograd.Function):
     def forward(
         options: Options, want_state: bool, q: Tensor, k: Tensor, v: Tensor, *initial: Tensor
     ) -> tuple[Tensor, ...]:
-        return tuple(ops.forward(options, q, k, v, initial, want_state))
+        with torch._C._AutoDispatchBelowAutograd():  # past what is registered with the op
+            return tuple(ops.forward(options, q, k, v, initial, want_state))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        options, want_state, *tensors = inputs
-        ctx.options = options
+        ctx.options, ctx.want_state, *tensors = inputs
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(output[1], *tensors)
-        if not torch.compiler.is_compiling():
-            ctx.want_state = want_state
-            ctx.set_materialize_grads(False)
-            ctx.save_for_forward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, dout: Gradient, _: Gradient, *dstate: Gradient) -> Any:
+    def backward(ctx: Any, dout: Part, _: Part, *dstate: Part) -> Any:
         den, q, k, v, *initial = ctx.saved_tensors
-        if dout is None:  # the state alone was used
-            lead = den.shape[:-1]
-            dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-            dout = q.new_zeros((), dtype=dtype).expand(*lead, q.shape[-2], v.shape[-1])
-        parts = _complete(dstate, k, v)
+        dout, parts = _cotangents(den, q, k, v, dout, dstate)
         counts = len(initial), len(parts)
-        arguments = ctx.options, counts, den, dout, q, k, v, *initial, *parts
-        if torch.compiler.is_compiling():
-            return None, None, *Backward.apply(*arguments)
-        return None, None, *_apply(BackwardMode, *arguments)
+        return None, None, *_apply(
+            Backward, ctx.options, counts, den, dout, q, k, v, *initial, *parts
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Part) -> Any:
+        function = _Fixed(formula.linear_attention, ctx.options)
+        out, *state = formula.push_forward(function, ctx.saved_tensors, tangents[2:])
+        return out, None, *(state if ctx.want_state else ())
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, options: Options, want_state: bool, *tensors: Tensor) -> Any:
-        moved = batch.align(tensors, in_dims[2:], batch.INPUTS[: len(tensors)])
-        results = Forward.apply(options, want_state, *moved)
+        moved = batch.align_forward(tensors, in_dims[2:])
+        results = _apply(Forward, options, want_state, *moved)
         return batch.split_forward(results, tensors, in_dims[2:])
 
 
-def _complete(dstate: tuple[Gradient, ...], k: Tensor, v: Tensor) -> list[Tensor]:
-    """All four parts, or none where no part has a gradient."""
-    if all(x is None for x in dstate):
-        return []
+def _cotangents(
+    den: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Part, dstate: tuple[Part, ...]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """dout, zero if it is missing, and all four parts of dstate, or none where none came."""
+    if dout is None:
+        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        dout = q.new_zeros((), dtype=dtype).expand(*den.shape, v.shape[-1])
+    given = [x for x in dstate if x is not None]
+    if not given:
+        return dout, ()
     d, e = k.shape[-1], v.shape[-1]
-    like = next(x for x in dstate if x is not None)
     cores = ((d, e), (d,), (e,), ())
-    return [
-        like.new_zeros(()).expand(core) if x is None else x
-        for x, core in zip(dstate, cores, strict=True)
-    ]
+    pairs = zip(dstate, cores, strict=True)
+    zero = given[0].new_zeros(())
+    return dout, tuple(zero.expand(core) if x is None else x for x, core in pairs)
 
 
 class Backward(torch.autograd.Function):
@@ -109,60 +112,134 @@ class Backward(torch.autograd.Function):
         v: Tensor,
         *states: Tensor,
     ) -> tuple[Tensor, ...]:
-        initial, dstate = states[: counts[0]], states[counts[0] :]
-        rows = den if options[5] else None  # only normalised gradients need it
-        return tuple(ops.vjp(options, dout, q, k, v, rows, initial, dstate))
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(_vjp(options, counts, den, dout, q, k, v, *states))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        options, counts, _, *tensors = inputs
-        ctx.options, ctx.counts = options, counts
+        ctx.options, ctx.counts, _, *tensors = inputs
         ctx.save_for_backward(*tensors)
-        if not torch.compiler.is_compiling():
-            ctx.save_for_forward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        options, counts = ctx.options, ctx.counts
-        _, pull = torch.func.vjp(
-            lambda *x: formula.gradients(options, counts, *x), *ctx.saved_tensors
-        )
+        function = _Fixed(formula.gradients, ctx.options, ctx.counts)
+        _, pull = torch.func.vjp(function, *ctx.saved_tensors)
         return None, None, None, *pull(cotangents)
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Part) -> Any:
+        function = _Fixed(formula.gradients, ctx.options, ctx.counts)
+        return formula.push_forward(function, ctx.saved_tensors, tangents[3:])
+
+    @staticmethod
     def vmap(info: Any, in_dims: Any, options: Options, counts: Counts, *tensors: Tensor) -> Any:
-        cores = (1, 2, *batch.INPUTS[: 3 + counts[0]], *batch.STATE[: counts[1]])
-        shared = 5 + counts[0]  # the inputs of the operator, of which each example has a gradient
-        moved = batch.align(tensors, in_dims[2:], cores, info.batch_size, expand=shared)
-        results = Backward.apply(options, counts, *moved)
-        inputs, dims = tensors[2:shared], in_dims[4 : 2 + shared]
-        return batch.split_backward(results, inputs, dims, info.batch_size)
+        moved = batch.align_backward(tensors, in_dims[2:], counts, info.batch_size)
+        results = _apply(Backward, options, counts, *moved)
+        return batch.split_backward(results, tensors, in_dims[2:])
 
 
-class ForwardMode(Forward):
-    """The same with forward-mode derivatives."""
+def _vjp(
+    options: Options,
+    counts: Counts,
+    den: Tensor,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *states: Tensor,
+) -> list[Tensor]:
+    rows = den if options[5] else None  # only normalised gradients need it
+    return ops.vjp(options, dout, q, k, v, rows, states[: counts[0]], states[counts[0] :])
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Gradient) -> Any:
-        primals = ctx.saved_tensors
-        tangents = tuple(map(_tangent, tangents[2:], primals))
-        out, *state = formula.push_forward(
-            lambda *x: formula.linear_attention(ctx.options, *x), primals, tangents
+
+class _Fixed:
+    """A formula with its first arguments given: a function of tensors."""
+
+    def __init__(self, function: Any, *first: Any) -> None:
+        self.function, self.first = function, first
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = self.function(*self.first, *tensors)
+        return results
+
+
+# --- what is registered with the ops -------------------------------------------------------------
+
+
+def _autograd_forward(
+    q: Tensor, k: Tensor, v: Tensor, initial: list[Tensor], want_state: bool, *options: Any
+) -> list[Tensor]:
+    _refuse_transforms()
+    return list(_apply(Forward, options, want_state, q, k, v, *initial))
+
+
+def _autograd_vjp(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    den: Part,
+    initial: list[Tensor],
+    dstate: list[Tensor],
+    *options: Any,
+) -> list[Tensor]:
+    _refuse_transforms()
+    counts = len(initial), len(dstate)
+    rows = dout[..., 0].detach() if den is None else den  # has the shape, and is not read
+    return list(_apply(Backward, options, counts, rows, dout, q, k, v, *initial, *dstate))
+
+
+def _refuse_transforms() -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "torch.func differentiates linear_attention inside torch.compile, where derivatives "
+            "of custom ops are lost: call torch.func without torch.compile, or use "
+            "torch.autograd.grad on the results of the compiled function"
         )
-        return out, None, *(state if ctx.want_state else ())
 
 
-class BackwardMode(Backward):
-    """The same with forward-mode derivatives."""
+def _vmap_forward(
+    info: Any,
+    in_dims: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial: list[Tensor],
+    want_state: bool,
+    *options: Any,
+) -> Any:
+    tensors, dims = (q, k, v, *initial), (*in_dims[:3], *(in_dims[3] or ()))
+    aligned = batch.align_forward(tensors, dims)
+    results = ops.forward(options, *aligned[:3], tuple(aligned[3:]), want_state)
+    outputs, out_dims = batch.split_forward(results, tensors, dims)
+    return list(outputs), list(out_dims)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Gradient) -> Any:
-        primals = ctx.saved_tensors
-        tangents = tuple(map(_tangent, tangents[3:], primals))
-        return formula.push_forward(
-            lambda *x: formula.gradients(ctx.options, ctx.counts, *x), primals, tangents
-        )
+
+def _vmap_vjp(
+    info: Any,
+    in_dims: Any,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    den: Part,
+    initial: list[Tensor],
+    dstate: list[Tensor],
+    *options: Any,
+) -> Any:
+    rows = dout[..., 0] if den is None else den  # has the shape, and is not read
+    rows_dim = in_dims[0] if den is None else in_dims[4]
+    tensors = (rows, dout, q, k, v, *initial, *dstate)
+    dims = (rows_dim, *in_dims[:4], *(in_dims[5] or ()), *(in_dims[6] or ()))
+    counts = len(initial), len(dstate)
+    aligned = batch.align_backward(tensors, dims, counts, info.batch_size)
+    results = _vjp(options, counts, *aligned)
+    outputs, out_dims = batch.split_backward(results, tensors, dims)
+    return list(outputs), list(out_dims)
 
 
-def _tangent(tangent: Gradient, primal: Tensor) -> Tensor:
-    return torch.zeros_like(primal) if tangent is None else tangent
+ops.library.impl("forward", _autograd_forward, "Autograd")
+ops.library.impl("vjp", _autograd_vjp, "Autograd")
+torch.library.register_vmap("la_cupy::forward", _vmap_forward)
+torch.library.register_vmap("la_cupy::vjp", _vmap_vjp)

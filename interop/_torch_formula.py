@@ -21,6 +21,13 @@ def linear_attention(
     options: Options, q: Tensor, k: Tensor, v: Tensor, *initial: Tensor
 ) -> tuple[Tensor, ...]:
     """(out, kv, k_sum, v_sum, count): out in the promoted type, states as wide as sums are."""
+    with torch.autocast(q.device.type, enabled=False):
+        return _linear_attention(options, q, k, v, *initial)
+
+
+def _linear_attention(
+    options: Options, q: Tensor, k: Tensor, v: Tensor, *initial: Tensor
+) -> tuple[Tensor, ...]:
     causal, a, b, qk_norm, feature_map, normalize, _ = options
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     sums = torch.float64 if dtype == torch.float64 else torch.float32
@@ -54,33 +61,32 @@ def gradients(
     v: Tensor,
     *states: Tensor,
 ) -> tuple[Tensor, ...]:
-    """(dq, dk, dv, the initial state's): `states` are counts[0] initial and counts[1] dstate parts."""
+    """(dq, dk, dv, dinitial_state): `states` are counts[0] parts of that state, counts[1] of dstate."""
     inputs = (q, k, v, *states[: counts[0]])
     results, pull = torch.func.vjp(lambda *x: linear_attention(options, *x), *inputs)
-    given = states[counts[0] :]
-    cotangents = [
-        x.to(y.dtype).expand(y.shape) for x, y in zip((dout, *given), results, strict=False)
-    ]
-    cotangents += [torch.zeros_like(y) for y in results[len(cotangents) :]]
+    given = (dout, *states[counts[0] :])
+    cotangents = [x.to(y.dtype).expand(y.shape) for x, y in zip(given, results, strict=False)]
+    cotangents += [torch.zeros_like(y) for y in results[len(given) :]]
     found: tuple[Tensor, ...] = pull(tuple(cotangents))
     return found
 
 
 def push_forward(
     function: Callable[..., tuple[Tensor, ...]],
-    primals: Sequence[Tensor],
-    tangents: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
-    """The derivative of `function` along `tangents`.
+    """The derivative of `function` along `tangents`, where None is zero.
 
     The pullback is linear, so its own pullback is the derivative: torch.func.jvp would do, were it
     not refused inside forward-mode autograd.
     """
-    results, pull = torch.func.vjp(function, *primals)
-    zeros = tuple(map(torch.zeros_like, results))
-    _, push = torch.func.vjp(pull, zeros)
-    along: tuple[Tensor, ...] = push(tuple(tangents))[0]
-    return along
+    results, pull = torch.func.vjp(function, *inputs)
+    _, push = torch.func.vjp(pull, tuple(map(torch.zeros_like, results)))
+    pairs = zip(inputs, tangents, strict=True)
+    along = tuple(torch.zeros_like(x) if tangent is None else tangent for x, tangent in pairs)
+    found: tuple[Tensor, ...] = push(along)[0]
+    return found
 
 
 def _pack(kv: Tensor, k_sum: Tensor, v_sum: Tensor, count: Tensor) -> Tensor:

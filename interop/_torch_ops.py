@@ -17,12 +17,12 @@ from ._torch_run import OPTION_NAMES, Options
 _OPTIONS = (
     "bool causal, float a, float b, str? qk_norm, str feature_map, bool normalize, str precision"
 )
-_library = torch.library.Library("la_cupy", "DEF")
-_library.define(
+library = torch.library.Library("la_cupy", "DEF")
+library.define(
     f"forward(Tensor q, Tensor k, Tensor v, Tensor[] initial_state, bool want_state, {_OPTIONS})"
     " -> Tensor[]"
 )
-_library.define(
+library.define(
     "vjp(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? normalizer, Tensor[] initial_state, "
     f"Tensor[] dstate, {_OPTIONS}) -> Tensor[]"
 )
@@ -48,8 +48,8 @@ def _vjp(
 
 
 # One implementation for every device: those that it cannot use are refused with a sentence.
-_library.impl("forward", _forward, "CompositeExplicitAutograd")
-_library.impl("vjp", _vjp, "CompositeExplicitAutograd")
+library.impl("forward", _forward, "CompositeExplicitAutograd")
+library.impl("vjp", _vjp, "CompositeExplicitAutograd")
 
 
 # --- shapes and types, for tracers -------------------------------------------------------------
@@ -59,6 +59,7 @@ _library.impl("vjp", _vjp, "CompositeExplicitAutograd")
 def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, initial: list[Tensor], want_state: bool, *options: Any
 ) -> list[Tensor]:
+    run.check_devices(run.named_inputs(q, k, v, tuple(initial)))
     if _is_concrete(options, q, k, v, *initial):
         forward_problem(
             *map(run.describe, (q, k, v)),
@@ -90,6 +91,8 @@ def _fake_vjp(
     dstate: list[Tensor],
     *options: Any,
 ) -> list[Tensor]:
+    named = run.named_inputs(q, k, v, tuple(initial), dout=dout, normalizer=den)
+    run.check_devices(named | run.named_parts("dstate", tuple(dstate)))
     if _is_concrete(options, dout, q, k, v, *initial, *dstate):
         backward_problem(
             *map(run.describe, (dout, q, k, v)),

@@ -42,6 +42,8 @@ class Described(NamedTuple):
 
 def describe(x: Tensor) -> Described:
     """The dtype, shape and strides of a tensor in NumPy's terms."""
+    if x.layout != torch.strided:
+        raise TypeError(f"a tensor has layout {x.layout}, but must be dense: write x.to_dense()")
     dtype = _NUMPY_DTYPES.get(x.dtype)
     if dtype is None:  # is refused, by its name
         dtype = _other_dtype(str(x.dtype).removeprefix("torch."))
@@ -70,7 +72,7 @@ def check_devices(named: Mapping[str, Tensor]) -> torch.device:
                 f"{first} is on device {x.device} and {name} on device {other.device}, but all "
                 f"must be on one: write {name}.to({first}.device)"
             )
-    if x.device.type not in MACHINES:
+    if x.device.type not in (*MACHINES, "meta"):
         raise ValueError(
             f"{first} is on device {x.device}, but CPU and CUDA tensors are computed: "
             f"write {first}.cpu() or {first}.cuda()"
@@ -84,10 +86,11 @@ def named_inputs(
     """Each tensor by the name that errors and plans call it."""
     named = {"q": q, "k": k, "v": v}
     named |= {name: x for name, x in more.items() if x is not None}
-    return named | _parts("initial_state", initial)
+    return named | named_parts("initial_state", initial)
 
 
-def _parts(name: str, state: tuple[Tensor, ...]) -> dict[str, Tensor]:
+def named_parts(name: str, state: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """The same of a state's parts."""
     return {f"{name}.{part}": x for part, x in zip(STATE_FIELDS, state, strict=bool(state))}
 
 
@@ -141,7 +144,7 @@ def vjp(
     run = _calls.get(key)
     if run is None:
         named = named_inputs(q, k, v, initial, dout=dout, normalizer=den)
-        device = check_devices(named | _parts("dstate", dstate))
+        device = check_devices(named | named_parts("dstate", dstate))
         problem = backward_problem(
             *map(describe, (dout, q, k, v)),
             normalizer=None if den is None else describe(den),
@@ -236,7 +239,7 @@ class Cuda:
         results = ("out", "den", *(f"state.{part}" for part in STATE_FIELDS if want_state))
 
         def run(q: Tensor, k: Tensor, v: Tensor, initial: tuple[Tensor, ...]) -> list[Tensor]:
-            buffers = kernels({"q": q, "k": k, "v": v, **_parts("initial_state", initial)})
+            buffers = kernels({"q": q, "k": k, "v": v, **named_parts("initial_state", initial)})
             return [buffers[name] for name in results]
 
         return run
@@ -263,7 +266,7 @@ class Cuda:
             buffers = {"q": q, "k": k, "v": v, "dout": dout}
             if den is not None:
                 buffers["den"] = den.to(sums).contiguous()
-            buffers |= _parts("initial_state", initial) | _parts("dstate", dstate)
+            buffers |= named_parts("initial_state", initial) | named_parts("dstate", dstate)
             buffers = kernels(buffers)
             return [buffers[name] for name in results]
 

@@ -167,13 +167,12 @@ def linear_attention(
         options = _options(causal, a, b, qk_norm, feature_map, normalize, precision)
         return_state = checks.flag("return_state", return_state)
         return_normalizer = checks.flag("return_normalizer", return_normalizer)
-    initial = () if initial_state is None else checks.state_parts("initial_state", initial_state)
-    q, k, v = (_input(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    if initial:
-        initial = tuple(
+    q, k, v = _input("q", q), _input("k", k), _input("v", v)
+    initial: tuple[Tensor, ...] = ()
+    if initial_state is not None:
+        initial = checks.state_parts("initial_state", initial_state)
+        for field, x in zip(State._fields, initial, strict=True):
             _input(f"initial_state.{field}", x, autocast=False)
-            for field, x in zip(State._fields, initial, strict=True)
-        )
     out, den, *parts = autograd.forward(options, return_state, q, k, v, *initial)
     if return_state:
         state = State(*parts)
@@ -208,19 +207,15 @@ def _options(
 
 
 def _input(name: str, x: Any, autocast: bool = True) -> Tensor:
-    """A tensor whose memory holds its values, in autocast's type."""
+    """A tensor, in the type that autocast asks for."""
     if not isinstance(x, Tensor):
         kind = type(x)
         raise TypeError(
             f"{name} is a {kind.__module__}.{kind.__qualname__}, but PyTorch tensors are needed: "
             f"write torch.as_tensor({name}), or call la_cupy.linear_attention for arrays"
         )
-    if x.is_neg():
-        x = x.resolve_neg()
-    if autocast and torch.is_autocast_enabled(x.device.type) and _is_castable(x):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    device = x.device.type
+    if autocast and device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
+        if x.is_floating_point() and x.dtype != torch.float64:
+            return x.to(torch.get_autocast_dtype(device))
     return x
-
-
-def _is_castable(x: Tensor) -> bool:
-    return x.is_floating_point() and x.dtype != torch.float64
