@@ -219,3 +219,129 @@ def _input(name: str, x: Any, autocast: bool = True) -> Tensor:
         if x.is_floating_point() and x.dtype != torch.float64:
             return x.to(torch.get_autocast_dtype(device))
     return x
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **options: Any,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, computed as linear attention.
+
+    The weights are ``a + b (q~ . k~)`` instead of ``exp(scale q . k)``; one import swaps it in.
+
+    Parameters
+    ----------
+    query, key, value : torch.Tensor
+        ``(..., Hq, L, D)``, ``(..., H, S, D)`` and ``(..., H, S, E)``.
+    attn_mask, dropout_p
+        None and 0, since the weights are never formed one by one.
+    is_causal : bool
+        Row i sees the keys j <= i, counted from the first, as in torch; L is at most S.
+    scale : None
+        The rows of q and k have length 1; the slope of the weight is the option b.
+    enable_gqa : bool
+        Hq is a multiple of H: groups of heads of the query share a key and a value, which are not
+        repeated in memory.
+    options
+        Those of `linear_attention` but causal, initial_state, return_state, return_normalizer.
+
+    Returns
+    -------
+    torch.Tensor ``(..., Hq, L, E)``
+
+    Raises
+    ------
+    ValueError
+        For attn_mask, dropout_p and scale, and for is_causal where L > S; as `linear_attention`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> q, k = torch.randn(1, 8, 10, 16), torch.randn(1, 2, 10, 16)
+    >>> scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True).shape
+    torch.Size([1, 8, 10, 16])
+    """
+    if attn_mask is not None:
+        raise ValueError(
+            "attn_mask is a mask, but linear attention never forms the weights that it would "
+            "apply to: leave it out, and pass is_causal=True for a causal mask"
+        )
+    if dropout_p:
+        raise ValueError(
+            f"dropout_p is {dropout_p}, but linear attention never forms the weights that it would "
+            f"apply to: pass dropout_p=0.0, and drop entries of the result instead"
+        )
+    if scale is not None:
+        raise ValueError(
+            f"scale is {scale}, but linear attention scales the rows of q and k to length 1: "
+            f"leave it out; the slope of the weight is the option b"
+        )
+    if is_causal:
+        rows, keys = query.shape[-2], key.shape[-2]
+        if rows > keys:
+            raise ValueError(
+                f"is_causal came with {rows} rows of query and {keys} of key, but takes no more "
+                f"rows than keys: call linear_attention, whose mask is aligned at the end"
+            )
+        if rows < keys:  # no row sees the others
+            key, value = key[..., :rows, :], value[..., :rows, :]
+    return _attend(query, key, value, enable_gqa, causal=is_causal, **options)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, grouped: bool, **options: Any) -> Tensor:
+    """Heads of the query that share keys become one more leading axis, which k and v lack."""
+    if not grouped or query.ndim < 3 or query.shape[-3] == key.shape[-3]:
+        out: Tensor = linear_attention(query, key, value, **options)
+        return out
+    heads, shared = query.shape[-3], key.shape[-3]
+    if shared == 0 or heads % shared:
+        raise ValueError(
+            f"query has {heads} heads and key has {shared}, but the first must be a multiple of "
+            f"the second: split the heads evenly"
+        )
+    query = query.unflatten(-3, (shared, heads // shared))
+    out = linear_attention(query, key.unsqueeze(-3), value.unsqueeze(-3), **options)
+    return out.flatten(-4, -3)
+
+
+def register_transformers(name: str = "la_cupy", **options: Any) -> None:
+    """Make linear attention an attention implementation of Hugging Face Transformers.
+
+    Afterwards ``AutoModelForCausalLM.from_config(config, attn_implementation=name)`` (or
+    ``from_pretrained``) builds models that use it. The mask is causal, aligned at the last key,
+    so that a cache works, or none where the model asks for none. Padded batches, packed sequences,
+    sliding windows, static caches and dropout raise ValueError. The models' own factor of the
+    scores has no effect, as the rows of q and k are scaled to length 1; with qk_norm=None it
+    multiplies b.
+
+    Parameters
+    ----------
+    name : str
+        What the implementation is to be called.
+    options
+        Those of `linear_attention` but causal, initial_state, return_state, return_normalizer.
+
+    Raises
+    ------
+    ImportError
+        Transformers is not installed.
+    TypeError, ValueError
+        An option that `linear_attention` would refuse.
+
+    Examples
+    --------
+    >>> from la_cupy.interop.torch import register_transformers
+    >>> register_transformers("la_cupy", feature_map="elu1")  # doctest: +SKIP
+    """
+    make_options(**options)
+    from . import _torch_transformers
+
+    _torch_transformers.register(name, _attend, options)
