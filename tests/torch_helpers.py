@@ -33,8 +33,9 @@ class Tensors:
         self.case = case
         self.moat: Moat = in_moat(inputs.map(upward), np)
         self.parents = [_torch_run.to_torch(x.copy()).to(device) for x in self.moat.parents]
-        taken = iter(zip(self.moat.parents, self.parents, strict=True))
-        self.inputs = self.moat.inputs.map(lambda x: _view(x, *next(taken)))
+        placed = zip(self.moat.inputs.arrays(), self.moat.parents, self.parents, strict=True)
+        views = {id(x): _view(x, parent, tensor) for x, parent, tensor in placed}
+        self.inputs = self.moat.inputs.map(lambda x: views[id(x)])
 
     def assert_unchanged(self) -> None:
         """Every byte, around the inputs too."""
