@@ -6,7 +6,7 @@ code calls them; the same are registered with the ops, for the tracer of torch.c
 takes ops as they are. (`register_autograd` would be shorter, but has no forward mode, in silence.)
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from . import _torch_formula as formula
 from . import _torch_ops as ops
 from ._torch_run import Options
 
-Part = Tensor | None
+Part: TypeAlias = "Tensor | None"
 Counts = tuple[int, int]
 """How many parts, 0 or 4, of an initial state and of dstate there are."""
 
@@ -38,7 +38,7 @@ def _apply(function: Any, *arguments: Any) -> tuple[Tensor, ...]:
     return results
 
 
-class Forward(torch.autograd.Function):
+class Forward(torch.autograd.Function):  # type: ignore[misc]
     """(options, want_state, q, k, v, *initial_state) -> (out, den, *state)."""
 
     @staticmethod
@@ -61,8 +61,10 @@ class Forward(torch.autograd.Function):
         den, q, k, v, *initial = ctx.saved_tensors
         dout, parts = _cotangents(den, q, k, v, dout, dstate)
         counts = len(initial), len(parts)
-        return None, None, *_apply(
-            Backward, ctx.options, counts, den, dout, q, k, v, *initial, *parts
+        return (
+            None,
+            None,
+            *_apply(Backward, ctx.options, counts, den, dout, q, k, v, *initial, *parts),
         )
 
     @staticmethod
@@ -95,7 +97,7 @@ def _cotangents(
     return dout, tuple(zero.expand(core) if x is None else x for x, core in pairs)
 
 
-class Backward(torch.autograd.Function):
+class Backward(torch.autograd.Function):  # type: ignore[misc]
     """(options, counts, den, dout, q, k, v, *initial_state, *dstate) -> (dq, dk, dv, ...).
 
     den is a function of the other inputs, and has no gradient of its own.
@@ -210,8 +212,8 @@ def _vmap_forward(
     *options: Any,
 ) -> Any:
     tensors, dims = (q, k, v, *initial), (*in_dims[:3], *(in_dims[3] or ()))
-    aligned = batch.align_forward(tensors, dims)
-    results = ops.forward(options, *aligned[:3], tuple(aligned[3:]), want_state)
+    q, k, v, *parts = batch.align_forward(tensors, dims)
+    results = ops.forward(options, q, k, v, tuple(parts), want_state)
     outputs, out_dims = batch.split_forward(results, tensors, dims)
     return list(outputs), list(out_dims)
 

@@ -90,18 +90,14 @@ def push_forward(
 
 
 def _pack(kv: Tensor, k_sum: Tensor, v_sum: Tensor, count: Tensor) -> Tensor:
-    lead = torch.broadcast_shapes(
-        kv.shape[:-2], k_sum.shape[:-1], v_sum.shape[:-1], count.shape
-    )
+    lead = torch.broadcast_shapes(kv.shape[:-2], k_sum.shape[:-1], v_sum.shape[:-1], count.shape)
     d, e = kv.shape[-2:]
     last = (k_sum[..., None].expand(*lead, d, 1), count[..., None, None].expand(*lead, 1, 1))
     left = torch.cat((kv.expand(*lead, d, e), v_sum[..., None, :].expand(*lead, 1, e)), -2)
     return torch.cat((left, torch.cat(last, -2)), -1)
 
 
-def _causal(
-    queries: Tensor, keys: Tensor, values: Tensor, before: Tensor
-) -> tuple[Tensor, Tensor]:
+def _causal(queries: Tensor, keys: Tensor, values: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [num, den], and the final S."""
     n, d, e = queries.shape[-2], queries.shape[-1], values.shape[-1]
     chunk = min(256, max(16, 1 << round(math.log2(d * e) / 2)))

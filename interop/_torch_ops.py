@@ -55,7 +55,6 @@ library.impl("vjp", _vjp, "CompositeExplicitAutograd")
 # --- shapes and types, for tracers -------------------------------------------------------------
 
 
-@torch.library.register_fake("la_cupy::forward")
 def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, initial: list[Tensor], want_state: bool, *options: Any
 ) -> list[Tensor]:
@@ -80,7 +79,6 @@ def _fake_forward(
     return [out, den, *(q.new_empty((*state_lead, *core), dtype=sums) for core in parts)]
 
 
-@torch.library.register_fake("la_cupy::vjp")
 def _fake_vjp(
     dout: Tensor,
     q: Tensor,
@@ -101,6 +99,10 @@ def _fake_vjp(
             **dict(zip(OPTION_NAMES, options, strict=True)),
         )
     return [x.new_empty(x.shape) for x in (q, k, v, *initial)]
+
+
+torch.library.register_fake("la_cupy::forward", _fake_forward)
+torch.library.register_fake("la_cupy::vjp", _fake_vjp)
 
 
 def _is_concrete(options: tuple[Any, ...], *tensors: Tensor) -> bool:

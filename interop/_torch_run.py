@@ -174,8 +174,8 @@ class Host:
 
         def run(q: Tensor, k: Tensor, v: Tensor, initial: tuple[Tensor, ...]) -> list[Tensor]:
             state = State(*map(to_numpy, initial)) if initial else None
-            arrays = map(to_numpy, (q, k, v))
-            out, final, den = cpu.forward(problem, *arrays, state, want_state=want_state)
+            x, y, z = map(to_numpy, (q, k, v))
+            out, final, den = cpu.forward(problem, x, y, z, state, want_state=want_state)
             return [to_torch(x) for x in (out, den, *(final or ()))]
 
         return run
@@ -195,10 +195,10 @@ class Host:
             initial: tuple[Tensor, ...],
             dstate: tuple[Tensor, ...],
         ) -> list[Tensor]:
-            arrays = map(to_numpy, (dout, q, k, v))
+            g, x, y, z = map(to_numpy, (dout, q, k, v))
             rows = None if den is None else to_numpy(den)
-            states = (State(*map(to_numpy, s)) if s else None for s in (initial, dstate))
-            grads = cpu.vjp(problem, *arrays, rows, *states)
+            state, final = (State(*map(to_numpy, s)) if s else None for s in (initial, dstate))
+            grads = cpu.vjp(problem, g, x, y, z, rows, state, final)
             return [to_torch(x) for x in (*grads[:3], *(grads.initial_state or ()))]
 
         return run

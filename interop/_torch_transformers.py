@@ -82,12 +82,13 @@ def _mask(
             "sliding window, but linear attention cannot apply one: pass one sequence a row, or "
             "choose another attention implementation for this model"
         )
-    if mask_function is not masking_utils.bidirectional_mask_function:
-        if not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length:
-            raise ValueError(
-                f"the cache holds {kv_length} keys beside {q_length} rows at {q_offset}, but the "
-                f"last row must see the last key: use a dynamic cache, not a static one"
-            )
+    is_causal = mask_function is not masking_utils.bidirectional_mask_function
+    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    if is_causal and not aligned:
+        raise ValueError(
+            f"the cache holds {kv_length} keys beside {q_length} rows at {q_offset}, but the last "
+            f"row must see the last key: use a dynamic cache, not a static one"
+        )
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ValueError(
             "attention_mask hides some tokens, but linear attention cannot leave out padding: "

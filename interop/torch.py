@@ -215,10 +215,10 @@ def _input(name: str, x: Any, autocast: bool = True) -> Tensor:
             f"write torch.as_tensor({name}), or call la_cupy.linear_attention for arrays"
         )
     device = x.device.type
-    if autocast and device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
-        if x.is_floating_point() and x.dtype != torch.float64:
-            return x.to(torch.get_autocast_dtype(device))
-    return x
+    if not autocast or device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
+        return x
+    castable = x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(device)) if castable else x
 
 
 def scaled_dot_product_attention(

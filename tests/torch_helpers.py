@@ -6,24 +6,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from cases import Case, Inputs
+from emulation import runner
+from emulation.backend import H200
 from gpu_helpers import Moat, in_moat
 from measures import name_results
 
 import la_cupy as la
-from emulation import runner
-from emulation.backend import H200
 from la_cupy.layouts import Buffer
 from la_cupy.plan import Plan, backward_plan, forward_plan
 from la_cupy.records import fill
 
 torch = pytest.importorskip("torch")
-from la_cupy.interop import _torch_run  # noqa: E402
-from la_cupy.interop.torch import linear_attention  # noqa: E402
+from la_cupy.interop import _torch_run
+from la_cupy.interop.torch import linear_attention
 
 
 class Tensors:
@@ -97,7 +97,7 @@ def to_host(results: Mapping[str, Any]) -> dict[str, Any]:
 class EmulatedGpu(_torch_run.Cuda):
     """Runs an H200's plans on CPU tensors: the adapter's GPU path without CUDA."""
 
-    plans: list[Plan] = []
+    plans: ClassVar[list[Plan]] = []
 
     @classmethod
     def _prepare(cls, plan: Plan) -> Any:
