@@ -285,10 +285,19 @@ class Cuda:
     @staticmethod
     def queue(prepared: Any, addresses: Mapping[str, int], device: torch.device) -> None:
         """Queue the kernels in torch's current stream of `device`."""
-        import cupy
+        stream = torch.cuda.current_stream(device)
+        key = device, stream.cuda_stream
+        found = _streams.get(key)
+        if found is None:
+            import cupy
 
-        with cupy.cuda.Stream.from_external(torch.cuda.current_stream(device)):
+            found = cupy.cuda.Stream.from_external(stream)
+            _streams.put(key, found)
+        with found:
             prepared.launch(addresses)
+
+
+_streams: Cache[Any] = Cache(limit=256)  # CuPy's objects for torch's streams, which are few
 
 
 def _launch(device: torch.device) -> Any:

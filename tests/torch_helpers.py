@@ -4,6 +4,7 @@ GPU that is emulated on the host, so that all of the adapter's GPU path but CUDA
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -142,6 +143,5 @@ def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[EmulatedGpu]]
 
 
 def buffer_bytes(buffers: Mapping[str, Buffer]) -> int:
-    """Of all outputs or workspaces of a plan, as torch's allocator rounds them."""
-    sizes = (np.prod(b.shape) * getattr(torch, b.dtype).itemsize for b in buffers.values())
-    return sum(-(-int(size) // 512) * 512 for size in sizes)
+    """Of all outputs, or all workspaces, of a plan."""
+    return sum(math.prod(b.shape) * getattr(torch, b.dtype).itemsize for b in buffers.values())
