@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _torch_batch as batch
 from . import _torch_formula as formula
@@ -31,10 +32,13 @@ def forward(
 
 
 def _apply(function: Any, *arguments: Any) -> tuple[Tensor, ...]:
-    """`function.apply`, less the 25 µs in which that binds its arguments by inspect.signature."""
-    transformed = torch._C._are_functorch_transforms_active()
-    apply = function.apply if transformed else super(torch.autograd.Function, function).apply
-    results: tuple[Tensor, ...] = apply(*arguments)
+    """`function.apply`, less its 25 µs of inspect.signature, and nothing but forward if that will do."""
+    if torch._C._are_functorch_transforms_active():
+        results: tuple[Tensor, ...] = function.apply(*arguments)
+    elif torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        results = super(torch.autograd.Function, function).apply(*arguments)
+    else:
+        results = function.forward(*arguments)
     return results
 
 

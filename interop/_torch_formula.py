@@ -36,7 +36,6 @@ def _linear_attention(
     keys = nnf.pad(_features(k.to(sums), qk_norm, feature_map), (0, 1), value=1.0)
     values = nnf.pad(v.to(sums), (0, 1), value=1.0)
 
-    lead = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2])
     before = _pack(*(x.to(sums) for x in initial)) if initial else keys.new_zeros(())
     if causal:
         rows, total = _causal(queries, keys, values, before)
@@ -47,7 +46,6 @@ def _linear_attention(
     if normalize:
         zero = den == 0
         num = torch.where(zero, 0.0, num / torch.where(zero, 1.0, den))
-    total = total.expand(*torch.broadcast_shapes(lead, total.shape[:-2]), *total.shape[-2:])
     state = (total[..., :-1, :-1], total[..., :-1, -1], total[..., -1, :-1], total[..., -1, -1])
     return num.to(dtype), *state
 

@@ -282,19 +282,23 @@ class Cuda:
         """A `la_cupy.launch.Prepared`."""
         return _launch(device).prepare_backward(problem, device.index, has_normalizer)
 
-    @staticmethod
-    def queue(prepared: Any, addresses: Mapping[str, int], device: torch.device) -> None:
+    @classmethod
+    def queue(cls, prepared: Any, addresses: Mapping[str, int], device: torch.device) -> None:
         """Queue the kernels in torch's current stream of `device`."""
+        import cupy
+
+        if cupy.cuda.runtime.getDevice() != device.index:
+            with torch.cuda.device(device), cupy.cuda.Device(device.index):
+                return cls.queue(prepared, addresses, device)
         stream = torch.cuda.current_stream(device)
         key = device, stream.cuda_stream
         found = _streams.get(key)
         if found is None:
-            import cupy
-
             found = cupy.cuda.Stream.from_external(stream)
             _streams.put(key, found)
         with found:
             prepared.launch(addresses)
+        return None
 
 
 _streams: Cache[Any] = Cache(limit=256)  # CuPy's objects for torch's streams, which are few
@@ -334,11 +338,7 @@ class _Kernels:
         for name, shape, dtype in self.makes:
             buffers[name] = torch.empty(shape, dtype=dtype, device=device)
         addresses = {name: x.data_ptr() for name, x in buffers.items()}
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
-            self.queue(self.prepared, addresses, device)
-        else:
-            with torch.cuda.device(device):
-                self.queue(self.prepared, addresses, device)
+        self.queue(self.prepared, addresses, device)
         for r in self.reductions:
             buffers[r.result] = sum_to(buffers[r.source], r.shape, TORCH_DTYPES[r.dtype])
         return buffers

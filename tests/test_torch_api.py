@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import typing
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from la_cupy.interop import torch as adapter
 from la_cupy.interop.torch import linear_attention, scaled_dot_product_attention
 
 import la_cupy as la
+from la_cupy.arrays import Cache
 
 close = torch.testing.assert_close
 
@@ -183,6 +186,72 @@ def test_the_rest_of_the_library_needs_no_torch() -> None:
         "else: raise AssertionError\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- the way to CuPy -----------------------------------------------------------------------------
+
+
+class FakeCupy:
+    """CuPy and CUDA with two devices, as far as the adapter looks at them."""
+
+    def __init__(self) -> None:
+        self.device, self.entered, self.made = 0, [], 0
+        runtime = SimpleNamespace(getDevice=lambda: self.device)
+        stream = SimpleNamespace(from_external=self.from_external)
+        self.cuda = SimpleNamespace(runtime=runtime, Device=self.guard, Stream=stream)
+
+    @contextlib.contextmanager
+    def guard(self, index: int) -> Any:
+        before, self.device = self.device, index
+        yield
+        self.device = before
+
+    def from_external(self, stream: Any) -> Any:
+        self.made += 1
+        return self.stream(stream.cuda_stream)
+
+    def stream(self, pointer: int) -> Any:
+        cupy = self
+
+        class Stream:
+            def __enter__(self) -> None:
+                cupy.entered.append((cupy.device, pointer))
+
+            def __exit__(self, *_: object) -> None:
+                cupy.entered.append("left")
+
+        return Stream()
+
+
+def test_kernels_are_queued_on_torchs_stream_of_their_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cupy = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(_torch_run, "_streams", Cache(limit=4))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    pointers = {0: 50, 1: 51}
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda d: SimpleNamespace(cuda_stream=pointers[d.index])
+    )
+    launched: list[Any] = []
+    prepared = SimpleNamespace(launch=lambda addresses: launched.append((cupy.device, addresses)))
+    for index in (0, 1, 1, 0):
+        _torch_run.Cuda.queue(prepared, {"q": index}, torch.device("cuda", index))
+        assert cupy.device == 0, "the current device is as it was"
+    assert launched == [(i, {"q": i}) for i in (0, 1, 1, 0)]
+    assert cupy.entered[::2] == [(0, 50), (1, 51), (1, 51), (0, 50)] and cupy.made == 2
+    pointers[0] = 70
+    _torch_run.Cuda.queue(prepared, {}, torch.device("cuda", 0))
+    assert cupy.entered[-2] == (0, 70) and cupy.made == 3
+
+
+def test_cuda_tensors_without_cupy_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.delitem(sys.modules, "la_cupy.launch", raising=False)
+    monkeypatch.delattr(la, "launch", raising=False)
+    with pytest.raises(ImportError, match=r"the tensors are on cuda:0, but CuPy.*la_cupy.cuda12"):
+        _torch_run.Cuda.prepare_forward(None, torch.device("cuda", 0), False)
 
 
 # --- scaled_dot_product_attention ----------------------------------------------------------------

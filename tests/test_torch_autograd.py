@@ -132,6 +132,29 @@ def test_second_derivatives_take_memory_in_proportion_to_rows() -> None:
     assert long < 16384 * 16384
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_second_derivatives_in_narrow_types(dtype: str) -> None:
+    def second(x: list[Any]) -> Any:
+        first = torch.autograd.grad(causal(*x).double().square().sum(), x, create_graph=True)
+        return torch.autograd.grad(sum(g.double().square().sum() for g in first), x)
+
+    x = [t.to(getattr(torch, dtype)).requires_grad_() for t in qkv(200)]
+    wide = [t.detach().double().requires_grad_() for t in x]
+    for found, expected in zip(second(x), second(wide), strict=True):
+        assert found.dtype == getattr(torch, dtype)
+        error = max_error(found.double().numpy(), expected.numpy())
+        assert error <= BUDGETS[dtype].gradient
+
+
+def test_forward_mode_without_gradients_in_reverse() -> None:
+    x = qkv()
+    expected = jvp(causal, tuple(x), tuple(map(torch.ones_like, x)))[1]
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        dual = [torch.autograd.forward_ad.make_dual(t, torch.ones_like(t)) for t in x]
+        found = torch.autograd.forward_ad.unpack_dual(causal(*dual)).tangent
+    close(found, expected)
+
+
 def test_only_what_needs_a_gradient_gets_one() -> None:
     q, k, v = qkv()
     k.requires_grad_()

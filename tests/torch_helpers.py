@@ -113,8 +113,8 @@ class EmulatedGpu(_torch_run.Cuda):
     def prepare_backward(cls, problem: Any, device: Any, has_normalizer: bool) -> Any:
         return cls._prepare(backward_plan(problem, H200, has_normalizer))
 
-    @staticmethod
-    def queue(prepared: Any, addresses: Mapping[str, int], device: Any) -> None:
+    @classmethod
+    def queue(cls, prepared: Any, addresses: Mapping[str, int], device: Any) -> None:
         launches = prepared.plan.launches
         if not launches:
             return
