@@ -16,7 +16,7 @@ from gpu_helpers import cp, same_bits
 torch = pytest.importorskip("torch")
 from la_cupy.interop import from_dlpack
 from la_cupy.interop.torch import linear_attention, scaled_dot_product_attention
-from torch_helpers import Tensors, buffer_bytes, call, to_host, tracked
+from torch_helpers import VIEWS, Tensors, buffer_bytes, call, to_host, tracked
 
 import la_cupy as la
 
@@ -239,15 +239,6 @@ def test_second_derivatives_on_the_gpu() -> None:
 
 
 # --- DLPack --------------------------------------------------------------------------------------
-
-VIEWS: dict[str, Callable[[Any], Any]] = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
-    "heads": lambda x: x.transpose(-2, -3).contiguous().transpose(-2, -3),
-    "sliced": lambda x: torch.cat((x, x, x), -1)[..., x.shape[-1] : 2 * x.shape[-1]],
-    "every-other": lambda x: x.repeat_interleave(2, -2)[..., ::2, :],
-    "expanded": lambda x: x[:1].expand_as(x),
-}
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -6,7 +6,6 @@ The same on a GPU, with bfloat16, is in test_gpu_torch.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,10 @@ from test_examples import run_example
 torch = pytest.importorskip("torch")
 from la_cupy.interop import from_dlpack
 from la_cupy.interop.torch import linear_attention
+from torch_helpers import VIEWS
 
 import la_cupy as la
 
-VIEWS: dict[str, Callable[[Any], Any]] = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.mT.contiguous().mT,
-    "heads": lambda x: x.transpose(-2, -3).contiguous().transpose(-2, -3),
-    "sliced": lambda x: torch.cat((x, x, x), -1)[..., x.shape[-1] : 2 * x.shape[-1]],
-    "every-other": lambda x: x.repeat_interleave(2, -2)[..., ::2, :],
-    "expanded": lambda x: x[:1].expand_as(x),
-}
 SHAPES = [(2, 3, 40, 16), (1, 1, 1, 16), (1, 1, 7, 1)]
 
 

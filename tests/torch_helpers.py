@@ -95,6 +95,17 @@ def to_host(results: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _torch_run.to_numpy(x.cpu()) for name, x in results.items()}
 
 
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "heads": lambda x: x.transpose(-2, -3).contiguous().transpose(-2, -3),
+    "sliced": lambda x: torch.cat((x, x, x), -1)[..., x.shape[-1] : 2 * x.shape[-1]],
+    "every-other": lambda x: x.repeat_interleave(2, -2)[..., ::2, :],
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+"""Layouts that PyTorch hands over."""
+
+
 class EmulatedGpu(_torch_run.Cuda):
     """Runs an H200's plans on CPU tensors: the adapter's GPU path without CUDA."""
 
