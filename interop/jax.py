@@ -1,0 +1,230 @@
+"""Linear attention for JAX: `from la_cupy.interop.jax import linear_attention`.
+
+The CUDA kernels on a GPU, on XLA's own stream and memory; `linear_attention_xla`, plain JAX that
+XLA compiles, on everything else. Which of the two is chosen as a program is lowered, so that the
+same program runs anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from la_cupy import checks
+from la_cupy.problem import Options, make_options
+from la_cupy.results import State
+
+from . import _jax_chunked, _jax_ops
+
+__all__ = ["linear_attention", "linear_attention_xla"]
+
+Array = jax.Array
+
+
+class OperatorOptions(TypedDict, total=False):
+    """The options of the operator, as `linear_attention` documents them."""
+
+    causal: bool
+    a: float
+    b: float
+    qk_norm: Literal["l2"] | None
+    feature_map: Literal["identity", "elu1", "relu", "silu", "exp"]
+    normalize: bool
+    precision: Literal["highest", "tf32"]
+    initial_state: State | tuple[Array, Array, Array, Array] | None
+
+
+@overload
+def linear_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_state: Literal[False] = False,
+    return_normalizer: Literal[False] = False,
+    **options: Unpack[OperatorOptions],
+) -> Array: ...
+@overload
+def linear_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_state: Literal[True],
+    return_normalizer: Literal[False] = False,
+    **options: Unpack[OperatorOptions],
+) -> tuple[Array, State]: ...
+@overload
+def linear_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_state: bool = False,
+    return_normalizer: bool = False,
+    **options: Unpack[OperatorOptions],
+) -> Any: ...
+
+
+def linear_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    a: float = 1.0,
+    b: float = 1.0,
+    qk_norm: str | None = "l2",
+    feature_map: str = "identity",
+    normalize: bool = True,
+    initial_state: Any = None,
+    return_state: bool = False,
+    return_normalizer: bool = False,
+    precision: str = "highest",
+) -> Any:
+    """Attention with weights ``a + b (q~ . k~)``, in time linear in the number of rows.
+
+    For each row i of q, with ``q~ = phi(norm(q))`` and ``k~ = phi(norm(k))``::
+
+        w[i, j] = a + b (q~[i] . k~[j]),   0 where causal and j > i + (M - N)
+        num[i]  = sum_j w[i, j] v[j]       + a v_sum + b q~[i] kv       (initial state)
+        den[i]  = sum_j w[i, j]            + a count + b q~[i] . k_sum
+        out[i]  = num[i] / den[i]  (normalize)  or  num[i]
+
+    It composes with jit, grad, vmap, scan, checkpoint and shard_map like any JAX function, and
+    keeps the sharding of leading axes under jit. Its value and its gradient run the CUDA kernels
+    on a GPU. Forward mode and second derivatives are right, too, in O(N D) memory, and compiled
+    by XLA from plain JAX everywhere.
+
+    Parameters
+    ----------
+    q, k, v : jax.Array or numpy.ndarray
+        Queries ``(..., N, D)``, keys ``(..., M, D)`` and values ``(..., M, E)``, of float16,
+        bfloat16, float32 or float64. Leading axes broadcast as in numpy.matmul; grouped queries
+        are ``q.reshape(B, Hkv, G, N, D)`` on ``k[:, :, None]``. D and E are at most 256 on a GPU.
+    causal, a, b, qk_norm, feature_map, normalize, precision
+        As in `la_cupy.linear_attention`: fixed when a program is traced, so never tracers.
+    initial_state : State or tuple of four arrays, optional
+        What earlier keys left behind; its leading axes broadcast with those of k and v.
+    return_state, return_normalizer : bool
+        Also return the State after these keys, and den ``(..., N)``, in this order. A State is a
+        pytree, and can be the carry of a scan. den has no gradient.
+
+    Returns
+    -------
+    out : jax.Array ``(broadcast(q, k, v, initial_state), N, E)``
+        In the promoted type of q, k and v: NumPy's rule, float32 for bfloat16 with float16.
+    state : State, if return_state
+        float32, or float64 for float64 inputs, as is the normalizer.
+    normalizer : jax.Array ``(..., N)``, if return_normalizer
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `la_cupy.linear_attention`, when a program is traced; a D or E that the kernels do not
+        take when it is lowered for a GPU.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from la_cupy.interop.jax import linear_attention
+    >>> q = k = jnp.eye(2)
+    >>> v = jnp.array([[1.0], [4.0]])
+    >>> print(linear_attention(q, k, v, causal=True))
+    [[1.]
+     [3.]]
+    >>> print(jax.grad(lambda v: linear_attention(q, k, v).sum())(v))
+    [[1.]
+     [1.]]
+    """
+    options = make_options(causal, a, b, qk_norm, feature_map, normalize, precision)
+    return_state = checks.flag("return_state", return_state)
+    return_normalizer = checks.flag("return_normalizer", return_normalizer)
+    x, call = _checked(options, q, k, v, initial_state, return_state)
+    out, *state, den = _jax_ops.FORWARD.bind(*x, call=call)
+    return _results(out, State(*state) if state else None, den, return_state, return_normalizer)
+
+
+def linear_attention_xla(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    a: float = 1.0,
+    b: float = 1.0,
+    qk_norm: str | None = "l2",
+    feature_map: str = "identity",
+    normalize: bool = True,
+    initial_state: Any = None,
+    return_state: bool = False,
+    return_normalizer: bool = False,
+    precision: str = "highest",
+) -> Any:
+    """`linear_attention` in plain JAX, for XLA to compile on any platform.
+
+    Arguments, results and errors are the same, and so are the numbers within the library's error
+    budgets; only D and E have no limit. A scan over chunks of rows, in O(N D) memory. Everything
+    that JAX can do to a function it can do to this one.
+
+    Parameters
+    ----------
+    q, k, v, causal, a, b, qk_norm, feature_map, normalize, initial_state, return_state,
+    return_normalizer, precision
+        As in `linear_attention`.
+
+    Returns
+    -------
+    out, state, normalizer
+        As in `linear_attention`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `linear_attention`.
+    """
+    options = make_options(causal, a, b, qk_norm, feature_map, normalize, precision)
+    return_state = checks.flag("return_state", return_state)
+    return_normalizer = checks.flag("return_normalizer", return_normalizer)
+    x, _ = _checked(options, q, k, v, initial_state, return_state)
+    initial = State(*x[3:]) if x[3:] else None
+    out, state, den = _jax_chunked.attention(*x[:3], initial, options, return_state)
+    return _results(out, state, den, return_state, return_normalizer)
+
+
+def _checked(
+    options: Options, q: Any, k: Any, v: Any, initial_state: Any, return_state: bool
+) -> tuple[list[Array], _jax_ops.Call]:
+    """The arrays, and what a primitive is told about them; or the error that a caller deserves."""
+    x = [_as_jax(name, y) for name, y in (("q", q), ("k", k), ("v", v))]
+    if initial_state is not None:
+        parts = checks.state_parts("initial_state", initial_state)._asdict().items()
+        x += [_as_jax(f"initial_state.{field}", part) for field, part in parts]
+    call = _jax_ops.Call(options, initial_state is not None, return_state)
+    _jax_ops.FORWARD.problem(call, x)
+    return x, call
+
+
+def _as_jax(name: str, x: Any) -> Array:
+    if isinstance(x, jax.Array):  # tracers are, too
+        return x
+    if type(x) is np.ndarray or isinstance(x, np.generic):
+        checks.dtype(name, x)
+        return jnp.asarray(x)
+    module = type(x).__module__.partition(".")[0]
+    raise TypeError(
+        f"{name} is a {module}.{type(x).__name__}, but JAX or NumPy arrays are needed: "
+        f"write jax.numpy.asarray({name})"
+    )
+
+
+def _results(
+    out: Array, state: State | None, den: Array, return_state: bool, return_normalizer: bool
+) -> Any:
+    den = jax.lax.stop_gradient(den)
+    if return_state:
+        return (out, state, den) if return_normalizer else (out, state)
+    return (out, den) if return_normalizer else out
