@@ -49,7 +49,9 @@ def attention(
             pieces.append(walk.run(total, (0, blind), None)[1])
         total, rows = walk.run(total, (blind, n), (ahead, m))
         pieces.append(rows)
-    out, den = (jnp.concatenate(parts, axis) for parts, axis in zip(_t(pieces), (-2, -1)))
+    out, den = (
+        jnp.concatenate(parts, axis) for parts, axis in zip(_t(pieces), (-2, -1), strict=True)
+    )
     state = State(
         total[..., :-1, :-1], total[..., :-1, -1], total[..., -1, :-1], total[..., -1, -1]
     )

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding, PartitionSpec
 
 from la_cupy import dtypes
@@ -32,6 +32,7 @@ from la_cupy.problem import Options, Problem, backward_problem, forward_problem
 from la_cupy.results import State
 
 from . import _jax_chunked as chunked
+from ._jax_axes import core_axes, specs_of, split_of
 
 Array = Any
 Arrays = Sequence[Array]
@@ -222,10 +223,25 @@ def _types(op: Op, *operands: Any, call: Call) -> list[Any]:
             shape=shape,
             dtype=dtype,
             weak_type=False,
-            sharding=NamedSharding(like.sharding.mesh, PartitionSpec(*(None,) * len(shape))),
+            sharding=NamedSharding(like.sharding.mesh, spec),
         )
-        for shape, dtype in (shapes[name] for name in op.results(call))
+        for (shape, dtype), spec in zip(
+            (shapes[name] for name in op.results(call)),
+            _specs(op, call, operands, shapes),
+            strict=True,
+        )
     ]
+
+
+def _specs(op: Op, call: Call, operands: Any, shapes: dict[str, Any]) -> list[PartitionSpec]:
+    """Where a mesh has explicit axes: leading axes as in the operands, gradients as their inputs."""
+    names, results = op.operands(call), op.results(call)
+    own = {name: x.sharding.spec for name, x in zip(names, operands, strict=True)}
+    if results == call.x:
+        return [own[name] for name in results]
+    split = split_of(names, operands)
+    every = (*names, *results)
+    return specs_of(every, [shapes[name][0] for name in every], split)[len(names) :]
 
 
 FORWARD = _op("forward", lambda call: call.x, lambda call: (*call.y, "den"), _plain_forward)
@@ -295,7 +311,9 @@ def _backward_jvp(operands: Arrays, tangents: Arrays, *, call: Call) -> tuple[Ar
         terms.append(CURVATURE.bind(*c, *x, *t, call=along))
     if not terms:  # only den moved
         return gradients, [_zero_tangent(g) for g in gradients]
-    return gradients, [ad.add_jaxvals(*pair) for pair in zip(*terms)] if terms[1:] else terms[0]
+    return gradients, [ad.add_jaxvals(*pair) for pair in zip(*terms, strict=True)] if terms[
+        1:
+    ] else terms[0]
 
 
 def _backward_transpose(cotangents: Arrays, *operands: Any, call: Call) -> Arrays:
@@ -333,19 +351,12 @@ ad.primitive_transposes[CURVATURE.primitive] = _curvature_transpose
 # --- vmap: a mapped axis becomes the first leading axis --------------------------------------
 
 
-def _core(name: str) -> int:
-    """How many axes an array has behind its leading ones."""
-    if name == "den":
-        return 1
-    return {"kv": 2, "k_sum": 1, "v_sum": 1, "count": 0}.get(name.partition(".")[2], 2)
-
-
 def _lead_first(name: str, x: Array, axis: int | None, rank: int) -> Array:
     """x with its mapped axis in front of `rank` leading axes; as it is without one."""
     if axis is None:
         return x
     x = jnp.moveaxis(x, axis, 0)
-    ones = (1,) * (rank - (x.ndim - 1 - _core(name)))
+    ones = (1,) * (rank - (x.ndim - 1 - core_axes(name)))
     return x.reshape(x.shape[0], *ones, *x.shape[1:])
 
 
@@ -376,7 +387,7 @@ def _forward_batch(operands: Arrays, axes: Any, *, call: Call) -> tuple[Arrays, 
     where: list[int | None] = []
     for name, x in zip(FORWARD.results(call), results, strict=True):
         mapped = name in shapes or state_mapped
-        core = x.shape[x.ndim - _core(name) :]
+        core = x.shape[x.ndim - core_axes(name) :]
         shape = shapes.get(name, (*p.state_lead, *core))
         made.append(x.reshape(size, *shape) if mapped else x)
         where.append(0 if mapped else None)
@@ -408,10 +419,3 @@ batching.primitive_batchers[FORWARD.primitive] = _forward_batch
 batching.primitive_batchers[BACKWARD.primitive] = _backward_batch
 batching.primitive_batchers[TANGENT.primitive] = partial(_plain_batch, TANGENT)
 batching.primitive_batchers[CURVATURE.primitive] = partial(_plain_batch, CURVATURE)
-
-
-# --- lowering -------------------------------------------------------------------------------
-
-
-for _each in OPS:
-    mlir.register_lowering(_each.primitive, mlir.lower_fun(_each.plain, multiple_results=True))

@@ -17,7 +17,7 @@ from la_cupy import checks
 from la_cupy.problem import Options, make_options
 from la_cupy.results import State
 
-from . import _jax_chunked, _jax_ops
+from . import _jax_chunked, _jax_lowering, _jax_ops  # noqa: F401  lowering registers itself
 
 __all__ = ["linear_attention", "linear_attention_xla"]
 

@@ -1,0 +1,63 @@
+"""The leading axes of the operator's arrays, which come by their names: "q", "state.kv", "den"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+Axis = int  # a leading axis, counted from the last one: 0, 1, ...
+Split = dict[Axis, tuple[str, ...]]  # names of the mesh's axes along which it is split
+
+
+def core_axes(name: str) -> int:
+    """How many axes an array has behind its leading ones."""
+    if name == "den":
+        return 1
+    return {"kv": 2, "k_sum": 1, "v_sum": 1, "count": 0}.get(name.partition(".")[2], 2)
+
+
+def lead_axes(name: str, shape: Sequence[int]) -> list[Axis]:
+    rank = len(shape) - core_axes(name)
+    return list(range(rank - 1, -1, -1))
+
+
+def extents(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> dict[Axis, int]:
+    """The size of each leading axis where it is not broadcast."""
+    extent: dict[Axis, int] = {}
+    for name, shape in zip(names, shapes, strict=True):
+        for axis, size in zip(lead_axes(name, shape), shape, strict=False):
+            if extent.get(axis, 1) == 1:
+                extent[axis] = size
+    return extent
+
+
+def split_of(names: Sequence[str], types: Sequence[Any]) -> Split:
+    """How leading axes are split: as the first array says that is split there."""
+    extent = extents(names, [x.shape for x in types])
+    split: Split = {}
+    used: set[str] = set()
+    for name, x in zip(names, types, strict=True):
+        spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else ()
+        for axis, along in zip(lead_axes(name, x.shape), spec, strict=False):
+            along = (along,) if isinstance(along, str) else tuple(along or ())
+            parts = 1
+            for mesh_axis in along:
+                parts *= x.sharding.mesh.shape[mesh_axis]
+            if parts == 1 or axis in split or used & set(along) or extent[axis] % parts:
+                continue
+            split[axis] = along
+            used |= set(along)
+    return split
+
+
+def specs_of(names: Sequence[str], shapes: Sequence[Sequence[int]], split: Split) -> list[Any]:
+    """The part of each array on a device."""
+    extent = extents(names, shapes)
+    specs = []
+    for name, shape in zip(names, shapes, strict=True):
+        lead = zip(lead_axes(name, shape), shape, strict=False)
+        entries = [split.get(axis) if size == extent[axis] else None for axis, size in lead]
+        specs.append(PartitionSpec(*entries, *(None,) * core_axes(name)))
+    return specs
