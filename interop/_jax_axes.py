@@ -18,6 +18,19 @@ def core_axes(name: str) -> int:
     return {"kv": 2, "k_sum": 1, "v_sum": 1, "count": 0}.get(name.partition(".")[2], 2)
 
 
+def memory_order(name: str, rank: int, heads: int) -> tuple[int, ...]:
+    """The axes of an array, outermost in memory first, with its last `heads` leading axes behind rows.
+
+    >>> memory_order("q", 4, heads=1)          # (B, H, N, D), as (B, N, H, D) lies in memory
+    (0, 2, 1, 3)
+    """
+    if name not in ("q", "k", "v", "dout", "out"):
+        return tuple(range(rank))
+    rows = rank - 2
+    first = max(rows - heads, 0)
+    return (*range(first), rows, *range(first, rows), rank - 1)
+
+
 def lead_axes(name: str, shape: Sequence[int]) -> list[Axis]:
     rank = len(shape) - core_axes(name)
     return list(range(rank - 1, -1, -1))

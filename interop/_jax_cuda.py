@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from la_cupy import dtypes
+from la_cupy import checks, dtypes
 from la_cupy.device import DeviceInfo, device_info
+from la_cupy.layouts import Buffer
 from la_cupy.plan import Plan, backward_plan, forward_plan
-from la_cupy.problem import GPU_WIDTH_LIMIT, Options
+from la_cupy.problem import GPU_WIDTH_LIMIT, Layout, Options, Problem
 
 from . import _jax_ffi
+from ._jax_axes import memory_order
 from ._jax_ops import Abstract, Call, Op, problem_of
 
 Array = Any
@@ -46,7 +48,14 @@ class Program:
     def results(self) -> dict[str, Any]:
         """What the custom call returns: results, then workspaces."""
         plan = self.plan
-        return plan.outputs | plan.workspace
+        made = plan.outputs | plan.workspace
+        if self.is_forward:  # laid out as the plan was told
+            made["out"] = Buffer(plan.problem.out_shape, plan.problem.dtype)
+        return made
+
+    def order(self, name: str, rank: int) -> tuple[int, ...]:
+        """The axes of a buffer as they lie in memory."""
+        return memory_order(name, rank, self.call.heads)
 
     @property
     def plan(self) -> Plan:
@@ -64,7 +73,9 @@ class Program:
     def decode(cls, text: str | bytes) -> Program:
         values = json.loads(text)
         call = values["call"]
-        call = Call(Options(**call["options"]), call["initial"], call["state"])
+        call = Call(
+            **{**call, "options": Options(**call["options"]), "moved": tuple(call["moved"])}
+        )
         operands = ((name, dtype, tuple(shape)) for name, dtype, shape in values["operands"])
         return cls(call, tuple(operands), DeviceInfo(**values["device"]))
 
@@ -72,12 +83,20 @@ class Program:
 @lru_cache(maxsize=1024)
 def _plan(program: Program) -> Plan:
     named = {
-        name: Abstract(dtypes.numpy_dtype(dtype), shape) for name, dtype, shape in program.operands
+        name: Abstract(dtypes.numpy_dtype(dtype), shape, program.order(name, len(shape)))
+        for name, dtype, shape in program.operands
     }
     problem = problem_of(program.call, named, GPU_WIDTH_LIMIT)
     if program.is_forward:
-        return forward_plan(problem, program.device, program.call.state)
+        return forward_plan(problem, program.device, program.call.state, _out(program, problem))
     return backward_plan(problem, program.device, has_normalizer=True)
+
+
+def _out(program: Program, problem: Problem) -> Layout:
+    shape = problem.out_shape
+    order = program.order("out", len(shape))
+    out = Abstract(dtypes.numpy_dtype(problem.dtype), shape, order)
+    return Layout(problem.dtype, shape, checks.strides("out", out))
 
 
 @dataclass(frozen=True)
@@ -103,17 +122,28 @@ def lower(route: Route, op: Op, call: Call) -> Callable[..., list[Array]]:
         assert not plan.copies, f"XLA's arrays are contiguous, but {plan.copies} are to be copied"
         # States and den are read in the type of the sums; they are small.
         state_dtype = dtypes.numpy_dtype(plan.problem.state_dtype)
-        converted = [
-            x.astype(state_dtype) if "." in name or name == "den" else x
+        given = [
+            x.astype(state_dtype)
+            if "." in name or name == "den"
+            # undoes the caller's transposition, if heads lie behind rows: XLA cancels the two
+            else jnp.transpose(x, program.order(name, x.ndim))
             for name, x in zip(names, operands, strict=True)
         ]
+        orders = [
+            program.order(name, len(buffer.shape)) for name, buffer in program.results.items()
+        ]
         types = [
-            jax.ShapeDtypeStruct(buffer.shape, dtypes.numpy_dtype(buffer.dtype))
-            for buffer in program.results.values()
+            jax.ShapeDtypeStruct(
+                [buffer.shape[axis] for axis in order], dtypes.numpy_dtype(buffer.dtype)
+            )
+            for buffer, order in zip(program.results.values(), orders, strict=True)
         ]
         attributes = {_jax_ffi.ATTRIBUTE: program.encode()}
-        made = jax.ffi.ffi_call(route.target, types)(*converted, **attributes)
-        buffers = dict(zip(program.results, made, strict=True))
+        made = jax.ffi.ffi_call(route.target, types)(*given, **attributes)
+        buffers = {
+            name: jnp.transpose(x, np.argsort(order))
+            for name, x, order in zip(program.results, made, orders, strict=True)
+        }
         for r in plan.reductions:
             buffers[r.result] = _sum_to(buffers[r.source], r.shape, dtypes.numpy_dtype(r.dtype))
         return [buffers[_result(op, name)] for name in op.results(call)]
@@ -181,9 +211,10 @@ def _ready(text: bytes, device: int) -> tuple[tuple[str, ...], Any, Any]:
             f"on the machine that runs it"
         )
     problem = program.plan.problem
+    out = _out(program, problem)
     with _capture_allows_loading():
         if program.is_forward:
-            prepared = launch.prepare_forward(problem, device, program.call.state)
+            prepared = launch.prepare_forward(problem, device, program.call.state, out)
         else:
             prepared = launch.prepare_backward(problem, device, True)
     return program.names, prepared, cupy.cuda.Device(device)

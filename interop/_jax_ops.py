@@ -46,6 +46,7 @@ class Call:
     initial: bool  # x has an initial state
     state: bool  # y has a state, and c one of that shape
     moved: tuple[bool, ...] = ()  # which of x have a t; others do not move
+    heads: int = 0  # leading axes that lie behind the rows in memory: 1 for (B, N, H, D)
 
     @property
     def x(self) -> tuple[str, ...]:
@@ -106,19 +107,23 @@ def _varying(x: Array) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Abstract:
-    """An array as la_cupy.problem looks at it; those of XLA are contiguous."""
+    """An array as la_cupy.problem looks at it: `order` has its axes as they lie in memory."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
+    order: tuple[int, ...]
 
     @classmethod
-    def of(cls, x: Any) -> Abstract:
-        return cls(np.dtype(x.dtype), tuple(x.shape))
+    def of(cls, x: Any, order: tuple[int, ...] = ()) -> Abstract:
+        return cls(np.dtype(x.dtype), tuple(x.shape), order or tuple(range(len(x.shape))))
 
     @property
     def strides(self) -> tuple[int, ...]:
-        steps = np.cumprod((1, *self.shape[:0:-1]))[::-1] if self.shape else ()
-        return tuple(int(step) * self.dtype.itemsize for step in steps)
+        strides, step = [0] * len(self.shape), self.dtype.itemsize
+        for axis in reversed(self.order):
+            strides[axis] = step
+            step *= self.shape[axis]
+        return tuple(strides)
 
 
 def problem_of(call: Call, named: dict[str, Abstract], limit: int | None = None) -> Problem:

@@ -7,6 +7,7 @@ same program runs anywhere.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -19,7 +20,7 @@ from la_cupy.results import State
 
 from . import _jax_chunked, _jax_lowering, _jax_ops  # noqa: F401  lowering registers itself
 
-__all__ = ["linear_attention", "linear_attention_xla"]
+__all__ = ["dot_product_attention", "linear_attention", "linear_attention_xla"]
 
 Array = jax.Array
 
@@ -193,6 +194,129 @@ def linear_attention_xla(
     initial = State(*x[3:]) if x[3:] else None
     out, state, den = _jax_chunked.attention(*x[:3], initial, options, return_state)
     return _results(out, state, den, return_state, return_normalizer)
+
+
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: None = None,
+    mask: None = None,
+    *,
+    is_causal: bool = False,
+    a: float = 1.0,
+    b: float = 1.0,
+    qk_norm: str | None = "l2",
+    feature_map: str = "identity",
+    normalize: bool = True,
+    precision: Any = None,
+    dtype: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    **unused: Any,
+) -> Array:
+    """Linear attention in the signature and layout of `jax.nn.dot_product_attention`.
+
+    It can be the ``attention_fn`` of Flax's ``nnx.MultiHeadAttention``. Nothing is transposed in
+    memory on the way to the kernels, and keys and values are not repeated for grouped heads.
+
+    Parameters
+    ----------
+    query, key, value : jax.Array
+        ``([B,] T, N, H)``, ``([B,] S, K, H)`` and ``([B,] S, K, Hv)``; N is a multiple of K.
+    is_causal : bool
+        Row i sees the keys j <= i; needs T = S.
+    a, b, qk_norm, feature_map, normalize
+        As in `linear_attention`.
+    precision : None, "highest", "tf32" or jax.lax.Precision, optional
+        None is "highest"; JAX's DEFAULT and HIGH are "tf32".
+    dtype : dtype, optional
+        What query, key and value are converted to first.
+    dropout_rate, deterministic
+        A rate is refused unless deterministic: there are no weights to drop.
+    bias, mask, **unused
+        Other arguments of the functions of JAX and Flax. Linear attention cannot honour bias, mask,
+        scale, query_seq_lengths, key_value_seq_lengths, local_window_size, return_residual or
+        module: they must be None or left out.
+
+    Returns
+    -------
+    jax.Array ``([B,] T, N, Hv)``
+
+    Raises
+    ------
+    TypeError
+        An argument that neither function has; as `linear_attention`.
+    ValueError
+        An argument that linear attention cannot honour; as `linear_attention`.
+    """
+    _refuse(bias=bias, mask=mask, **unused)
+    if dropout_rate and not deterministic:
+        raise ValueError(
+            f"dropout_rate is {dropout_rate}, but linear attention forms no weights to drop: "
+            f"pass 0, or deterministic=True"
+        )
+    options = make_options(
+        is_causal, a, b, qk_norm, feature_map, normalize, _PRECISIONS.get(precision, precision)
+    )
+    q, k, v = (_as_jax(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.ndim < 3 or x.ndim != q.ndim:
+            raise ValueError(
+                f"{name} has shape {x.shape}, but query, key and value need the axes "
+                f"([B,] T, N, H), ([B,] S, K, H) and ([B,] S, K, Hv)"
+            )
+    if options.causal and q.shape[-3] != k.shape[-3]:
+        raise ValueError(
+            f"is_causal needs as many keys as queries, but there are {k.shape[-3]} and "
+            f"{q.shape[-3]}, which JAX aligns at the first row and la_cupy at the last: call "
+            f"linear_attention, whose causal=True is aligned at the last"
+        )
+    heads, key_heads = q.shape[-2], k.shape[-2]
+    if key_heads != v.shape[-2] or (heads and not key_heads) or (key_heads and heads % key_heads):
+        raise ValueError(
+            f"query has {heads} heads, key {key_heads} and value {v.shape[-2]}, but key and value "
+            f"need equally many, and query a multiple of that"
+        )
+    if dtype is not None:
+        q, k, v = (x.astype(dtype) for x in (q, k, v))
+    grouped = heads != key_heads
+    if grouped:
+        q = q.reshape(*q.shape[:-2], key_heads, heads // key_heads, q.shape[-1])
+        k, v = k[..., None, :], v[..., None, :]
+    rows = -4 if grouped else -3
+    x, call = _checked(options, *(jnp.moveaxis(y, rows, -2) for y in (q, k, v)), None, False)
+    call = dataclasses.replace(call, heads=2 if grouped else 1)
+    out = jnp.moveaxis(_jax_ops.FORWARD.bind(*x, call=call)[0], -2, rows)
+    return out.reshape(*query.shape[:-1], out.shape[-1])
+
+
+_PRECISIONS = {
+    None: "highest",
+    jax.lax.Precision.HIGHEST: "highest",
+    jax.lax.Precision.HIGH: "tf32",
+    jax.lax.Precision.DEFAULT: "tf32",
+}
+_WITHOUT_EFFECT = ("dropout_rng", "broadcast_dropout", "implementation", "promote_dtype")
+_IMPOSSIBLE = {
+    "bias": "linear attention has no logits to add it to",
+    "mask": "linear attention can mask future keys only, by is_causal=True",
+    "scale": "the slope of the weights is b",
+    "query_seq_lengths": "all rows are computed: cut them off afterwards",
+    "key_value_seq_lengths": "all keys count",
+    "local_window_size": "linear attention has no window",
+    "return_residual": "linear attention has no softmax",
+    "module": "linear attention forms no weights to sow",
+}
+
+
+def _refuse(**arguments: Any) -> None:
+    """Arguments that cannot be honoured must not be there."""
+    for name, value in arguments.items():
+        if name not in _IMPOSSIBLE and name not in _WITHOUT_EFFECT:
+            raise TypeError(f"dot_product_attention has no argument {name}: leave it out")
+        if name in _IMPOSSIBLE and value is not None and value is not False:
+            raise ValueError(f"{name} cannot be honoured, since {_IMPOSSIBLE[name]}: pass None")
 
 
 def _checked(

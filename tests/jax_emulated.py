@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 import jax
 import numpy as np
-
 from emulation import runner
 from emulation.backend import H200
 from la_cupy.interop import _jax_cuda, _jax_ffi, _jax_lowering
 from la_cupy.interop._jax_cuda import Program, Route
+
 from la_cupy.records import fill
 
 TARGET = "la_cupy_emulated"
