@@ -6,6 +6,9 @@ k^ = [k~, 1] and values v^ = [v, 1], and a single matrix is the state (see la_cu
     S = sum_j k^[j] v^[j]^T = [[kv, k_sum], [v_sum, count]]
     [num, den][i] = S^T q^[i] + sum_j (q^[i] . k^[j]) v^[j]        the chunk's keys j <= i
 
+Values are taken less their mean c, which is added to out again: that changes no derivative, but
+what must cancel in them is then small. [kv', v_sum'] = [kv, v_sum] - [k_sum, count] c^T.
+
 Derivatives are JAX's own. Chunks are checkpointed, so that only S is kept for each of them:
 D E numbers for every CHUNK rows, O(N D) in all.
 """
@@ -52,6 +55,7 @@ def attention(
     out, den = (
         jnp.concatenate(parts, axis) for parts, axis in zip(_t(pieces), (-2, -1), strict=True)
     )
+    total = walk.shift(total, 1)
     state = State(
         total[..., :-1, :-1], total[..., :-1, -1], total[..., -1, :-1], total[..., -1, -1]
     )
@@ -73,6 +77,10 @@ class _Walk:
         exact = options.precision != "tf32"
         precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
         self.dot = partial(jnp.matmul, precision=precision)
+        self.centre = None  # [c, 0]: nothing is taken off the column of ones
+        if options.normalize and v.shape[-2]:
+            mean = jnp.mean(v.astype(self.dtype), -2, keepdims=True)
+            self.centre = _with_column(lax.stop_gradient(mean), 0.0)
 
     def initial(self, state: State | None) -> Array:
         """S before all keys, with all leading axes that it will have."""
@@ -85,7 +93,13 @@ class _Walk:
         lead = np.broadcast_shapes(lead, *(x.shape[:-2] for x in matrices))
         kv, k_sum, v_sum, count = (jnp.broadcast_to(x, lead + x.shape[-2:]) for x in matrices)
         top, bottom = (jnp.concatenate(row, -1) for row in ((kv, k_sum), (v_sum, count)))
-        return jnp.concatenate((top, bottom), -2)
+        return self.shift(jnp.concatenate((top, bottom), -2), -1)
+
+    def shift(self, total: Array, sign: int) -> Array:
+        """S for values to which c is added, or from which it is taken."""
+        if self.centre is None:
+            return total
+        return total + sign * total[..., -1:] * self.centre
 
     def run(
         self, total: Array, rows: tuple[int, int] | None, keys: tuple[int, int] | None
@@ -126,6 +140,8 @@ class _Walk:
         if k is not None:
             keys = jnp.where(valid, _with_column(self.features(k), 1.0), 0)
             values = _with_column(v.astype(self.dtype), 1.0)
+            if self.centre is not None:
+                values = values - self.centre
         if q is not None:
             queries = _with_column(self.options.b * self.features(q), self.options.a)
             sums = self.dot(queries, total)
@@ -134,7 +150,8 @@ class _Walk:
                 sums = sums + self.dot(weights, values)
             out, den = sums[..., :-1], sums[..., -1]
             if self.options.normalize:
-                out = _divide(out, den[..., None])
+                centre = None if self.centre is None else self.centre[..., :-1]
+                out = _divide(out, den[..., None], centre)
             out = out.astype(self.out_dtype)
         if keys is not None:
             total = total + self.dot(keys.mT, values)
@@ -155,7 +172,7 @@ def _chunks(x: Array, rows: tuple[int, int], size: int) -> Array:
     rest = -(end - begin) % size
     if rest:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rest), (0, 0)])
-    x = x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+    x = x.reshape(*x.shape[:-2], x.shape[-2] // size, size, x.shape[-1])
     return jnp.moveaxis(x, -3, 0)
 
 
@@ -163,10 +180,11 @@ def _with_column(x: Array, value: float) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)], constant_values=value)
 
 
-def _divide(x: Array, den: Array) -> Array:
-    """x / den, and 0 with gradient 0 where den is exactly 0."""
+def _divide(x: Array, den: Array, more: Array | None) -> Array:
+    """x / den + more, and 0 with gradient 0 where den is exactly 0."""
     zero = den == 0
-    return jnp.where(zero, 0, x / jnp.where(zero, 1, den))
+    quotient = x / jnp.where(zero, 1, den)
+    return jnp.where(zero, 0, quotient if more is None else quotient + more)
 
 
 def _unit(x: Array) -> Array:
