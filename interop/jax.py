@@ -192,8 +192,11 @@ def linear_attention_xla(
     return_normalizer = checks.flag("return_normalizer", return_normalizer)
     x, _ = _checked(options, q, k, v, initial_state, return_state)
     initial = State(*x[3:]) if x[3:] else None
-    out, state, den = _jax_chunked.attention(*x[:3], initial, options, return_state)
+    out, state, den = _plain(*x[:3], initial, options, return_state)
     return _results(out, state, den, return_state, return_normalizer)
+
+
+_plain = jax.jit(_jax_chunked.attention, static_argnums=(4, 5))
 
 
 def dot_product_attention(

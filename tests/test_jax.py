@@ -10,9 +10,8 @@ from cases import BY_NAME, CASES, SMALL, Case, check, make_inputs, reference_res
 
 jax = pytest.importorskip("jax")
 
-import jax_cases  # noqa: E402
-
-from la_cupy.interop.jax import linear_attention, linear_attention_xla  # noqa: E402
+import jax_cases
+from la_cupy.interop.jax import linear_attention, linear_attention_xla
 
 
 @pytest.fixture(autouse=True)
