@@ -46,6 +46,11 @@ def extents(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> dict[Axis,
     return extent
 
 
+def names_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def split_of(names: Sequence[str], types: Sequence[Any]) -> Split:
     """How leading axes are split: as the first array says that is split there."""
     extent = extents(names, [x.shape for x in types])
@@ -54,7 +59,7 @@ def split_of(names: Sequence[str], types: Sequence[Any]) -> Split:
     for name, x in zip(names, types, strict=True):
         spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else ()
         for axis, along in zip(lead_axes(name, x.shape), spec, strict=False):
-            along = (along,) if isinstance(along, str) else tuple(along or ())
+            along = names_of(along)
             parts = 1
             for mesh_axis in along:
                 parts *= x.sharding.mesh.shape[mesh_axis]

@@ -12,7 +12,7 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.interpreters import mlir
 
 from . import _jax_cuda, _jax_sharding
-from ._jax_ops import BACKWARD, FORWARD, OPS, Call, Op
+from ._jax_ops import BACKWARD, FORWARD, OPS, Call, Op, wide_as_given
 
 ROUTES = {"cuda": _jax_cuda.CUDA}
 """Platforms on which value and gradient are custom calls; on all others they are plain JAX."""
@@ -27,7 +27,7 @@ def _rule(op: Op, platform: str | None) -> Callable[..., Any]:
             function = _jax_cuda.lower(route, op, call)
         else:
             function = partial(op.plain, call=call)
-        return mlir.lower_fun(function, multiple_results=True)(context, *operands)
+        return mlir.lower_fun(wide_as_given(function), multiple_results=True)(context, *operands)
 
     return rule
 

@@ -140,6 +140,17 @@ def problem_of(call: Call, named: dict[str, Abstract], limit: int | None = None)
     return backward_problem(named["dout"], q, k, v, **options)
 
 
+def wide_as_given(function: Callable[..., Any]) -> Callable[..., Any]:
+    """float64 stays float64 in `function`, which XLA may have traced in a thread without x64."""
+
+    def traced(*operands: Array) -> Any:
+        given = any(x.dtype == np.float64 for x in operands)
+        with jax.enable_x64(given or jax.config.jax_enable_x64):
+            return function(*operands)
+
+    return traced
+
+
 # --- what computes them where there are no kernels ------------------------------------------
 
 

@@ -15,8 +15,8 @@ import jax
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ._jax_axes import Split, extents, lead_axes, specs_of, split_of
-from ._jax_ops import BACKWARD, CURVATURE, Call, Op
+from ._jax_axes import Split, extents, lead_axes, names_of, specs_of, split_of
+from ._jax_ops import BACKWARD, CURVATURE, Call, Op, wide_as_given
 
 Array = Any
 
@@ -90,12 +90,12 @@ def _partition(op: Op, call: Call, mesh: Mesh, operands: Any, results: Any) -> A
             for x, spec in zip(made, specs[count:], strict=True)
         ]
 
-    return mesh, one, shardings[count:], tuple(shardings[:count])
+    return mesh, wide_as_given(one), shardings[count:], tuple(shardings[:count])
 
 
 def _missing(spec: PartitionSpec, split: Split) -> tuple[str, ...]:
     """The mesh axes along which others are split and this array is not."""
-    own = {name for entry in spec for name in entry or ()}
+    own = {name for entry in spec for name in names_of(entry)}
     return tuple(name for along in split.values() for name in along if name not in own)
 
 

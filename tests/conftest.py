@@ -16,6 +16,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # JAX takes three quarters of a GPU's memory at its first call unless told not to; CuPy and torch
 # share the card with it here.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Eight devices on the CPU, for what JAX spreads over several; set before JAX starts.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
 
 settings.register_profile(
     "ci",
