@@ -7,8 +7,10 @@ on an H200. Only what starts the kernels differs, and that nothing is on a strea
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,11 +19,15 @@ from emulation.backend import H200
 from la_cupy.interop import _jax_cuda, _jax_ffi, _jax_lowering
 from la_cupy.interop._jax_cuda import Program, Route
 
+from la_cupy.plan import Plan
 from la_cupy.records import fill
 
 TARGET = "la_cupy_emulated"
 launched: list[Program] = []
 """Every custom call that ran."""
+
+
+_one_at_a_time = threading.Lock()  # the emulated machine is one; XLA's devices are threads
 
 
 def _launch(text: bytes, device: int, stream: int, addresses: list[int]) -> None:
@@ -36,10 +42,14 @@ def _launch(text: bytes, device: int, stream: int, addresses: list[int]) -> None
     names = list(dict.fromkeys(launch.spec.name for launch in plan.launches))
     sources = list(dict.fromkeys(launch.spec.source for launch in plan.launches))
     library = runner.build(names, includes=sources) if names else None
+    with _one_at_a_time:
+        _run(plan, library, named)
+
+
+def _run(plan: Plan, library: Any, named: dict[str, int]) -> None:
     for launch in plan.launches:
         record = fill(launch.record, launch.pointers, launch.aligned, named)
         spec = launch.spec
-        assert library is not None
         library.launch(
             spec.name, launch.grid, spec.threads, spec.shared_bytes, bytes(record), order="forward"
         )
