@@ -98,7 +98,9 @@ def progress(steps: int) -> Iterable[int]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Train a small transformer with la_cupy's attention")
+    parser = argparse.ArgumentParser(
+        description="Train a small transformer with la_cupy's attention"
+    )
     parser.add_argument("--steps", type=int, default=150)
     steps = parser.parse_args(arguments).steps
     model = Model(nnx.Rngs(0))

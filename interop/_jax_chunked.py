@@ -137,7 +137,7 @@ class _Walk:
         """One chunk of rows, of keys, or of both."""
         q, k, v, valid = chunk
         out = den = keys = values = None
-        if k is not None:
+        if k is not None and v is not None:
             keys = jnp.where(valid, _with_column(self.features(k), 1.0), 0)
             values = _with_column(v.astype(self.dtype), 1.0)
             if self.centre is not None:

@@ -141,7 +141,7 @@ def lower(route: Route, op: Op, call: Call) -> Callable[..., list[Array]]:
         attributes = {_jax_ffi.ATTRIBUTE: program.encode()}
         made = jax.ffi.ffi_call(route.target, types)(*given, **attributes)
         buffers = {
-            name: jnp.transpose(x, np.argsort(order))
+            name: jnp.transpose(x, [order.index(axis) for axis in range(x.ndim)])
             for name, x, order in zip(program.results, made, orders, strict=True)
         }
         for r in plan.reductions:

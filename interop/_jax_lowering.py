@@ -21,6 +21,7 @@ ROUTES = {"cuda": _jax_cuda.CUDA}
 def _rule(op: Op, platform: str | None) -> Callable[..., Any]:
     def rule(context: Any, *operands: Any, call: Call) -> Any:
         route = ROUTES.get(platform or "") if op in (FORWARD, BACKWARD) else None
+        function: Callable[..., Any]
         if _is_split(context):
             function = _jax_sharding.partitioned(op, call)
         elif route is not None:

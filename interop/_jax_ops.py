@@ -350,9 +350,9 @@ def _curvature_transpose(cotangents: Arrays, *operands: Any, call: Call) -> Arra
 
 def _plain_jvp(op: Op, operands: Arrays, tangents: Arrays, *, call: Call) -> tuple[Arrays, Arrays]:
     """Third derivatives are those of the plain functions."""
-    return jax.jvp(
-        partial(op.plain, call=call), list(operands), [ad.instantiate_zeros(t) for t in tangents]
-    )
+    along = [ad.instantiate_zeros(t) for t in tangents]
+    results: tuple[Arrays, Arrays] = jax.jvp(partial(op.plain, call=call), list(operands), along)
+    return results
 
 
 ad.primitive_jvps[FORWARD.primitive] = _forward_jvp

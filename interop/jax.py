@@ -8,7 +8,7 @@ same program runs anywhere.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from . import _jax_chunked, _jax_lowering, _jax_ops  # noqa: F401  lowering regi
 
 __all__ = ["dot_product_attention", "linear_attention", "linear_attention_xla"]
 
-Array = jax.Array
+Array: TypeAlias = jax.Array
 
 
 class OperatorOptions(TypedDict, total=False):
@@ -192,7 +192,7 @@ def linear_attention_xla(
     return_normalizer = checks.flag("return_normalizer", return_normalizer)
     x, _ = _checked(options, q, k, v, initial_state, return_state)
     initial = State(*x[3:]) if x[3:] else None
-    out, state, den = _plain(*x[:3], initial, options, return_state)
+    out, state, den = _plain(x[0], x[1], x[2], initial, options, return_state)
     return _results(out, state, den, return_state, return_normalizer)
 
 
@@ -288,7 +288,8 @@ def dot_product_attention(
         q = q.reshape(*q.shape[:-2], key_heads, heads // key_heads, q.shape[-1])
         k, v = k[..., None, :], v[..., None, :]
     rows = -4 if grouped else -3
-    x, call = _checked(options, *(jnp.moveaxis(y, rows, -2) for y in (q, k, v)), None, False)
+    q, k, v = (jnp.moveaxis(x, rows, -2) for x in (q, k, v))
+    x, call = _checked(options, q, k, v, None, False)
     call = dataclasses.replace(call, heads=2 if grouped else 1)
     out = jnp.moveaxis(_jax_ops.FORWARD.bind(*x, call=call)[0], -2, rows)
     return out.reshape(*query.shape[:-1], out.shape[-1])
