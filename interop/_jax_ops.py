@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -211,14 +211,19 @@ def _op(name: str, operands: Any, results: Any, plain: Any) -> Op:
     primitive = Primitive(f"la_cupy_{name}")
     primitive.multiple_results = True
     op = Op(primitive, operands, results, plain)
-    primitive.def_impl(lambda *operands, call: _compiled(op, call)(*operands))
+    primitive.def_impl(partial(_run, op))
     primitive.def_abstract_eval(partial(_types, op))
     return op
 
 
-@cache
+def _run(op: Op, *operands: Array, call: Call) -> list[Array]:
+    """Outside jit: compiled all the same, since there is no other way to run a kernel."""
+    with jax.disable_jit(False):
+        return _compiled(op, call)(*operands)
+
+
+@lru_cache(maxsize=1024)
 def _compiled(op: Op, call: Call) -> Callable[..., list[Array]]:
-    """What runs outside jit."""
     compiled: Callable[..., list[Array]] = jax.jit(partial(op.primitive.bind, call=call))
     return compiled
 

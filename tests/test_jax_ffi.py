@@ -216,6 +216,20 @@ def test_a_program_is_the_same_in_every_process(case: Case) -> None:
         assert pickle.loads(pickle.dumps(program)) == program
 
 
+def test_export(calls: list[Program]) -> None:
+    """An exported program carries all that its calls need."""
+    pytest.importorskip("flatbuffers")
+    x = normal(2, 10, 4)
+    function = jax.jit(partial(loss, linear_attention))
+    known = jax.export.DisabledSafetyCheck.custom_call(TARGET)
+    stored = jax.export.export(function, disabled_checks=[known])(x, x, x).serialize()
+    jax.clear_caches()
+    calls.clear()
+    found = jax.jit(jax.export.deserialize(stored).call)(x, x, x).block_until_ready()
+    assert len(calls) == 1
+    assert_close(found, loss(linear_attention_xla, x, x, x))
+
+
 # --- errors
 
 

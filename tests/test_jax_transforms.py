@@ -338,6 +338,13 @@ def test_every_form_of_the_call_gives_the_same() -> None:
         assert isinstance(state, State) and den.shape == out.shape[:-1]
 
 
+def test_without_jit() -> None:
+    q, k, v, _ = inputs()
+    with jax.disable_jit():
+        found = linear_attention(q, k, v, causal=True)
+    assert_close(found, linear_attention_xla(q, k, v, causal=True))
+
+
 def test_exact_zeros() -> None:
     """A row that sees no key, relu at 0, a zero vector under the norm: 0 with gradient 0."""
     q, k = jnp.zeros((3, 2)), jnp.zeros((2, 2))
