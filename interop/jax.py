@@ -64,6 +64,26 @@ def linear_attention(
     k: Array,
     v: Array,
     *,
+    return_state: Literal[False] = False,
+    return_normalizer: Literal[True],
+    **options: Unpack[OperatorOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def linear_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_state: Literal[True],
+    return_normalizer: Literal[True],
+    **options: Unpack[OperatorOptions],
+) -> tuple[Array, State, Array]: ...
+@overload
+def linear_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
     return_state: bool = False,
     return_normalizer: bool = False,
     **options: Unpack[OperatorOptions],

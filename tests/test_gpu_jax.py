@@ -178,7 +178,7 @@ def test_fifty_lengths_compile_no_further_kernel() -> None:
 
 def test_memory_is_that_of_the_results() -> None:
     """Temporaries of the gradient: out, dout, den and a few small workspaces; nothing of q, k, v."""
-    x = [normal(8, 4096, 128, seed=i, dtype=jnp.bfloat16) for i in range(3)]
+    x = [normal(8, 16, 2048, 128, seed=i, dtype=jnp.bfloat16) for i in range(3)]
 
     def both(q: Array, k: Array, v: Array, dout: Array) -> Any:
         out, pull = jax.vjp(partial(linear_attention, causal=True), q, k, v)
@@ -249,7 +249,11 @@ for i in range(6):
     expected = jax.jit(jax.value_and_grad(partial(program, linear_attention_xla), every))(*y)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
         assert float(jnp.abs(a - b).max()) <= 1e-3 * float(jnp.abs(b).max()), i
-print("launches", *counts)
+launches.clear()
+for i in range(10):                 # the same values at the same addresses
+    if i == 5: launches.clear()
+    jax.block_until_ready(f(*x))
+print("launches", *counts, "and", len(launches))
 """
 
 
@@ -260,11 +264,12 @@ def test_command_buffers(graphs: bool) -> None:
     flags = f"--xla_gpu_enable_command_buffer={kinds} --xla_gpu_graph_min_graph_size=1"
     done = run_script(CHAIN, XLA_FLAGS=flags, XLA_PYTHON_CLIENT_PREALLOCATE="false")
     assert done.returncode == 0, done.stderr
-    counts = [int(x) for x in re.findall(r"\d+", done.stdout.split("launches")[1])]
-    if graphs:  # the handler ran when the graph was recorded or updated, not at every call
-        assert counts[0] > 0
+    *counts, later = [int(x) for x in re.findall(r"\d+", done.stdout.split("launches")[1])]
+    assert counts[0] > 0
+    if graphs:  # the handler runs when the graph is recorded or updated, not at every call
+        assert later < 5 * 12
     else:
-        assert counts == [12 * (i + 1) for i in range(6)]
+        assert [*counts, later] == [*(12 * (i + 1) for i in range(6)), 5 * 12]
 
 
 CACHED = """
@@ -272,9 +277,8 @@ import sys, time, numpy as np, jax, jax.numpy as jnp
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-from jax._src import monitoring
 events = []
-monitoring.register_event_listener(lambda event, **_: events.append(event))
+jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
 from la_cupy.interop.jax import linear_attention, linear_attention_xla
 x = [jnp.asarray(np.random.default_rng(i).standard_normal((2, 300, 32)), np.float32) for i in range(3)]
 f = jax.jit(jax.grad(lambda *x: (linear_attention(*x, causal=True) ** 2).sum(), (0, 1, 2)))
@@ -317,6 +321,7 @@ assert np.asarray(found).tobytes() == np.load(sys.argv[2]).tobytes()
 
 def test_export(tmp_path: Path) -> None:
     """Exported in one process, run in another, which never saw the function."""
+    pytest.importorskip("flatbuffers")
     for script in (EXPORT, RUN_EXPORT):
         done = run_script(script, tmp_path / "program", tmp_path / "out.npy")
         assert done.returncode == 0, done.stderr
