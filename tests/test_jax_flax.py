@@ -134,7 +134,7 @@ def _unit(x: Array) -> Array:
 def test_the_example_trains() -> None:
     pytest.importorskip("flax.nnx")
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--steps", "60"],
+        [sys.executable, str(EXAMPLE), "--steps", "40"],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True, text=True, check=False, timeout=280,
     )  # fmt: skip

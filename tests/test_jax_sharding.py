@@ -13,6 +13,7 @@ import pytest
 jax = pytest.importorskip("jax")
 jnp = pytest.importorskip("jax.numpy")
 
+import jax_cases
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from la_cupy.interop.jax import linear_attention, linear_attention_xla
@@ -20,6 +21,7 @@ from la_cupy.interop.jax import linear_attention, linear_attention_xla
 from la_cupy import State
 
 Array = Any
+jit = partial(jax.jit, compiler_options=jax_cases.QUICK)
 COLLECTIVES = r"\b(all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\("
 
 
@@ -90,14 +92,14 @@ def test_plain_jit_keeps_the_sharding(mesh: Any, shapes: Any) -> None:
     state = State(normal(4, 5, seed=3), normal(4, seed=4), normal(5, seed=5), jnp.asarray(30.0))
     args = (*(place(mesh, y) for y in x), jax.device_put(state, NamedSharding(mesh, P())))
     every = (0, 1, 2, 3)
-    forward = jax.jit(partial(function, linear_attention))
-    gradient = jax.jit(jax.grad(partial(loss, linear_attention), argnums=every))
+    forward = jit(partial(function, linear_attention))
+    gradient = jit(jax.grad(partial(loss, linear_attention), argnums=every))
     with jax.set_mesh(mesh):
         out, final = forward(*args)
         grads = gradient(*args)
         programs = [f.lower(*args).compile().as_text() for f in (forward, gradient)]
-    assert_close((out, final), jax.jit(partial(function, linear_attention_xla))(*x, state))
-    expected = jax.jit(jax.grad(partial(loss, linear_attention_xla), argnums=every))(*x, state)
+    assert_close((out, final), jit(partial(function, linear_attention_xla))(*x, state))
+    expected = jit(jax.grad(partial(loss, linear_attention_xla), argnums=every))(*x, state)
     assert_close(grads, expected)
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("batch", "head")), out.ndim)
     for g, y in zip(grads[:3], args[:3], strict=True):
@@ -120,7 +122,7 @@ def test_derivatives_of_what_is_sharded() -> None:
         return sum((g * d).sum() for g, d in zip(leaves, [*t, *state], strict=True))
 
     results = [
-        jax.jit(
+        jit(
             lambda *y, f=f: (
                 jax.grad(partial(second, f), argnums=(0, 1, 2))(*y),
                 jax.jvp(lambda *z: function(f, *z, state), y, tuple(t)),
@@ -136,7 +138,7 @@ def test_rows_that_are_split_are_put_together() -> None:
     mesh = make_mesh(AxisType.Auto)
     x = [normal(2, 8, 4, seed=i) for i in range(3)]
     args = [jax.device_put(y, NamedSharding(mesh, P(None, "batch"))) for y in x]
-    assert_close(jax.jit(linear_attention)(*args), jax.jit(linear_attention_xla)(*x))
+    assert_close(jit(linear_attention)(*args), jit(linear_attention_xla)(*x))
 
 
 def test_batches_that_do_not_divide() -> None:
@@ -147,9 +149,9 @@ def test_batches_that_do_not_divide() -> None:
         x = tuple(jax.lax.with_sharding_constraint(y, NamedSharding(mesh, P("batch"))) for y in x)
         return (attention(*x) ** 2).sum()
 
-    found = jax.jit(jax.grad(partial(program, linear_attention), argnums=(0, 1, 2)))(*x)
+    found = jit(jax.grad(partial(program, linear_attention), argnums=(0, 1, 2)))(*x)
     plain = jax.grad(lambda *y: (linear_attention_xla(*y) ** 2).sum(), argnums=(0, 1, 2))
-    assert_close(found, jax.jit(plain)(*x))
+    assert_close(found, jit(plain)(*x))
 
 
 # --- shard_map
@@ -187,10 +189,8 @@ def test_shard_map(specs: Any) -> None:
         return (inner(*x) ** 2).sum()
 
     every = (0, 1, 2)
-    found = jax.jit(jax.value_and_grad(partial(total, linear_attention, True), argnums=every))(*x)
-    whole = jax.jit(jax.value_and_grad(partial(total, linear_attention_xla, False), argnums=every))(
-        *x
-    )
+    found = jit(jax.value_and_grad(partial(total, linear_attention, True), argnums=every))(*x)
+    whole = jit(jax.value_and_grad(partial(total, linear_attention_xla, False), argnums=every))(*x)
     assert_close(found, whole)
 
 
@@ -213,7 +213,7 @@ def test_shard_map_second_derivatives_and_forward_mode() -> None:
             lambda *y: sum((g * d).sum() for g, d in zip(inner(*y), t, strict=True)),
             argnums=(0, 1, 2),
         )
-        return jax.jit(lambda *y: (second(*y), jax.jvp(function, y, t)))(*x)
+        return jit(lambda *y: (second(*y), jax.jvp(function, y, t)))(*x)
 
     assert_close(both(linear_attention, True), both(linear_attention_xla, False))
 

@@ -13,11 +13,13 @@ import pytest
 jax = pytest.importorskip("jax")
 jnp = pytest.importorskip("jax.numpy")
 
+import jax_cases
 from la_cupy.interop.jax import linear_attention, linear_attention_xla
 
 from la_cupy import State, reference
 
 Array = Any
+jit = partial(jax.jit, compiler_options=jax_cases.QUICK)
 
 
 @pytest.fixture(autouse=True)
@@ -87,14 +89,16 @@ def along(attention: Any, directions: Any) -> Callable[..., Array]:
 
 def test_gradient_outside_and_inside_jit() -> None:
     x = inputs()
-    expected = gradient(linear_attention_xla)(*x)
-    eager = jax.grad(partial(loss, linear_attention), argnums=(0, 1, 2, 3))(*x)
-    assert_close(eager, expected)
-    value, found = jax.jit(
-        jax.value_and_grad(partial(loss, linear_attention), argnums=(0, 1, 2, 3))
-    )(*x)
+    every = (0, 1, 2, 3)
+    found, expected = (
+        jit(jax.value_and_grad(partial(loss, f), argnums=every))(*x)
+        for f in (linear_attention, linear_attention_xla)
+    )
     assert_close(found, expected)
-    assert_close(value, loss(linear_attention_xla, *x))
+    results, pull = jax.vjp(partial(everything, linear_attention), *x)
+    cotangents = like(results, seed=50)
+    compiled = jit(lambda c, *x: jax.vjp(partial(everything, linear_attention_xla), *x)[1](c))
+    assert_close(pull(cotangents), compiled(cotangents, *x))
 
 
 @pytest.mark.parametrize("argument", range(3))
@@ -108,12 +112,12 @@ def test_forward_mode() -> None:
     x = inputs()
     t = like(x, seed=20)
     found, expected = (
-        jax.jit(lambda x, t, f=f: jax.jvp(partial(everything, f), x, t))(x, t)
+        jit(lambda x, t, f=f: jax.jvp(partial(everything, f), x, t))(x, t)
         for f in (linear_attention, linear_attention_xla)
     )
     assert_close(found, expected)
     jacobians = [
-        jax.jit(jacobian(lambda q, f=f: f(q, x[1][0], x[2][0], causal=True)))(x[0][0, 0])
+        jit(jacobian(lambda q, f=f: f(q, x[1][0], x[2][0], causal=True)))(x[0][0, 0])
         for f in (linear_attention, linear_attention_xla)
         for jacobian in (jax.jacfwd, jax.jacrev)
     ]
@@ -125,12 +129,12 @@ def test_second_derivatives() -> None:
     x = inputs()
     t = like(x, seed=30)
     every = tuple(range(4))
-    found = jax.jit(jax.grad(along(linear_attention, t), argnums=every))(*x)
-    expected = jax.jit(jax.grad(along(linear_attention_xla, t), argnums=every))(*x)
+    found = jit(jax.grad(along(linear_attention, t), argnums=every))(*x)
+    expected = jit(jax.grad(along(linear_attention_xla, t), argnums=every))(*x)
     assert_close(found, expected)
     # against differences of the first derivative, too
     step = 1e-5
-    compiled = jax.jit(along(linear_attention, t))
+    compiled = jit(along(linear_attention, t))
     ahead = compiled(*jax.tree.map(lambda a, b: a + step * b, x, t))
     behind = compiled(*jax.tree.map(lambda a, b: a - step * b, x, t))
     slope = sum(
@@ -142,9 +146,9 @@ def test_second_derivatives() -> None:
 def test_hessian() -> None:
     q, k, v = normal(3, 2), normal(3, 2, seed=1), normal(3, 2, seed=2)
     hessians = [
-        jax.jit(
-            jax.hessian(lambda q, k, f=f: (f(q, k, v, causal=True) ** 2).sum(), argnums=(0, 1))
-        )(q, k)
+        jit(jax.hessian(lambda q, k, f=f: (f(q, k, v, causal=True) ** 2).sum(), argnums=(0, 1)))(
+            q, k
+        )
         for f in (linear_attention, linear_attention_xla)
     ]
     assert_close(*hessians)
@@ -157,7 +161,7 @@ def test_third_derivatives() -> None:
 
     def third(attention: Any) -> Any:
         second = jax.grad(along(attention, t), argnums=1)
-        return jax.jit(jax.grad(lambda *x: (second(*x) ** 2).sum()))(*x)
+        return jit(jax.grad(lambda *x: (second(*x) ** 2).sum()))(*x)
 
     assert_close(third(linear_attention), third(linear_attention_xla))
 
@@ -175,9 +179,7 @@ def test_second_derivatives_in_linear_memory() -> None:
 
     def function(attention: Any) -> Any:
         inner = jax.grad(lambda *x: (attention(*x, causal=True) ** 2).sum(), argnums=(0, 1, 2))
-        return jax.jit(
-            jax.grad(lambda *x: sum((g * t).sum() for g in inner(*x)), argnums=(0, 1, 2))
-        )
+        return jit(jax.grad(lambda *x: sum((g * t).sum() for g in inner(*x)), argnums=(0, 1, 2)))
 
     compiled = function(linear_attention).lower(q, k, v).compile()
     units = compiled.memory_analysis().temp_size_in_bytes / q.nbytes
@@ -217,7 +219,7 @@ def test_vmap_with_mixed_axes(axes: tuple[int | None, ...]) -> None:
             return sum((part**2).sum() for part in jax.tree.leaves(jax.vmap(plain, axes)(*x)))
 
         results.append(
-            jax.jit(
+            jit(
                 lambda *x, plain=plain, each=each, of_mapped=of_mapped: (
                     jax.vmap(plain, axes)(*x),
                     jax.vmap(each, axes)(*x),
@@ -239,7 +241,7 @@ def test_vmap_of_vmap_with_a_state() -> None:
 
     def mapped(attention: Any) -> Any:
         inner = jax.vmap(partial(one, attention), (0, 0, None, 0))
-        return jax.jit(jax.vmap(inner, (0, None, 0, None)))(q, k, v, state.kv)
+        return jit(jax.vmap(inner, (0, None, 0, None)))(q, k, v, state.kv)
 
     assert_close(mapped(linear_attention), mapped(linear_attention_xla))
 
@@ -272,9 +274,7 @@ def test_a_state_is_the_carry_of_a_scan() -> None:
     whole = partial(linear_attention, causal=True)
     for function in (partial(pieces, False), partial(pieces, True)):
         results = [
-            jax.jit(jax.value_and_grad(lambda *x, f=f: (f(*x) ** 2).sum(), argnums=(0, 1, 2)))(
-                q, k, v
-            )
+            jit(jax.value_and_grad(lambda *x, f=f: (f(*x) ** 2).sum(), argnums=(0, 1, 2)))(q, k, v)
             for f in (function, whole)
         ]
         assert_close(*results)
@@ -292,7 +292,7 @@ def test_all_in_one_program() -> None:
         return (jax.lax.scan(layer, q, None, length=3)[0] ** 2).sum()
 
     expected = jax.grad(partial(program, linear_attention_xla), argnums=(0, 1, 2))(q, k, v)
-    compiled = jax.jit(
+    compiled = jit(
         jax.grad(partial(program, linear_attention), argnums=(0, 1, 2)), donate_argnums=(0,)
     )
     assert_close(compiled(q + 0, k, v), expected)
@@ -352,9 +352,9 @@ def test_exact_zeros() -> None:
     for feature_map, norm in (("relu", "l2"), ("relu", None), ("identity", "l2")):
         for attention in (linear_attention, linear_attention_xla):
             function = partial(attention, causal=True, a=0.0, feature_map=feature_map, qk_norm=norm)
-            out, pull = jax.vjp(function, q, k, v)
-            assert (out == 0).all()
-            assert all((g == 0).all() for g in pull(jnp.ones_like(out)))
+            pulled = jit(lambda *x, f=function: jax.vjp(f, *x)[1](jnp.ones((3, 2))))
+            assert (function(q, k, v) == 0).all()
+            assert all((g == 0).all() for g in pulled(q, k, v))
 
 
 @pytest.mark.parametrize("constant", [1.0, 1024.0])
@@ -363,9 +363,7 @@ def test_a_constant_in_v_changes_neither_dq_nor_dk(constant: float) -> None:
     v = jnp.round(v * 256) / 256
     dout = normal(2, 300, 8, seed=3, dtype=np.float32)
     before, after = (
-        jax.jit(lambda *x: jax.vjp(partial(linear_attention, causal=True), *x)[1](dout))(
-            q, k, v + c
-        )
+        jit(lambda *x: jax.vjp(partial(linear_attention, causal=True), *x)[1](dout))(q, k, v + c)
         for c in (np.float32(0), np.float32(constant))
     )
     for x, y in zip(before[:2], after[:2], strict=True):
@@ -374,9 +372,7 @@ def test_a_constant_in_v_changes_neither_dq_nor_dk(constant: float) -> None:
 
 def test_results_repeat_bit_for_bit() -> None:
     x = [normal(2, 70, 8, seed=i, dtype=np.float32) for i in range(3)]
-    function = jax.jit(
-        jax.grad(lambda *x: (linear_attention(*x, causal=True) ** 2).sum(), (0, 1, 2))
-    )
+    function = jit(jax.grad(lambda *x: (linear_attention(*x, causal=True) ** 2).sum(), (0, 1, 2)))
     first = [g.tobytes() for g in function(*x)]
     assert all([g.tobytes() for g in function(*x)] == first for _ in range(5))
 
@@ -413,7 +409,7 @@ def test_errors_are_those_of_the_array_api() -> None:
             la.linear_attention(*args, **options)
         for attention in (linear_attention, linear_attention_xla):
             with pytest.raises(expected.type, match=re.escape(str(expected.value))):
-                jax.jit(lambda *a, f=attention, o=options: f(*a, **o))(*args)
+                jit(lambda *a, f=attention, o=options: f(*a, **o))(*args)
 
 
 def test_what_is_no_array_is_refused() -> None:
@@ -426,7 +422,7 @@ def test_what_is_no_array_is_refused() -> None:
 def test_options_are_no_tracers() -> None:
     x = normal(3, 4)
     with pytest.raises(TypeError, match="a is a .*Tracer, but must be a real number"):
-        jax.jit(lambda a: linear_attention(x, x, x, a=a))(1.0)
+        jit(lambda a: linear_attention(x, x, x, a=a))(1.0)
 
 
 def test_arrays_of_numpy_are_taken() -> None:
