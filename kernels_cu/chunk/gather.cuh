@@ -105,7 +105,7 @@ struct Gather {
         Acc inverse[RowsC::kBatch];
         den_c.read(inverse, batch);
         RowsC::scale(v, inverse);
-      } else {
+      } else if (p.levelled) {
         RowsC::subtract(v, rows, vector(Config::kLevel));
       }
       RowsC::store(tile_c(), v);
@@ -117,7 +117,7 @@ struct Gather {
     RowsB::clear(inner_sum);
     RowsC::clear(column_sum);
     StateCells<Config, true>::clear(state);
-    if constexpr (!kReversed) find_level();
+    if (!kReversed && p.levelled) find_level();
     i32 step = -1;
     i32 member = group - 1;
 #pragma unroll 1
@@ -143,7 +143,7 @@ struct Gather {
 
   LA_DEVICE void find_level() const {
     for (int i = thread(); i < Config::kColumns; i += Config::kThreads) {
-      vector(Config::kLevel)[i] = p.levelled && column0 + i < p.e ? level<Acc>(p.v, head, p.m, column0 + i) : Acc(0);
+      vector(Config::kLevel)[i] = column0 + i < p.e ? level<Acc>(p.v, head, p.m, column0 + i) : Acc(0);
     }
     sync_block();
   }
