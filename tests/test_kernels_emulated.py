@@ -362,4 +362,6 @@ def test_a_missing_barrier_is_noticed(file: str, index: int) -> None:
             return
         if any(forward[result].tobytes() != reverse[result].tobytes() for result in forward):
             return
+        if any(np.isnan(x).any() for x in forward.values()):  # of shared memory not yet written
+            return
     pytest.fail(f"{barrier[0]} number {index} of {file} makes no difference")
