@@ -20,7 +20,7 @@ import numpy as np
 
 from la_cupy import checks, dtypes
 from la_cupy.device import DeviceInfo, device_info
-from la_cupy.layouts import Buffer
+from la_cupy.layouts import Buffer, summed_axes
 from la_cupy.plan import Plan, backward_plan, forward_plan
 from la_cupy.problem import GPU_WIDTH_LIMIT, Layout, Options, Problem
 
@@ -158,11 +158,7 @@ def _result(op: Op, name: str) -> str:
 
 def _sum_to(x: Array, shape: Sequence[int], dtype: np.dtype) -> Array:
     """The sum of x over the axes that `shape` lacks or has as 1, in float32 or wider."""
-    extra = x.ndim - len(shape)
-    axes = (
-        *range(extra),
-        *(extra + i for i, size in enumerate(shape) if size == 1 != x.shape[extra + i]),
-    )
+    axes = summed_axes(x.shape, shape)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return jnp.sum(x.astype(wide), axes).astype(dtype).reshape(shape)
 

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from . import _torch_batch as batch
 from . import _torch_formula as formula
 from . import _torch_ops as ops
-from ._torch_run import Options
+from ._torch_run import Options, promoted
 
 Part: TypeAlias = "Tensor | None"
 Counts = tuple[int, int]
@@ -89,7 +89,7 @@ def _cotangents(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """dout, zero if it is missing, and all four parts of dstate, or none where none came."""
     if dout is None:
-        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        dtype = promoted(q, k, v)
         dout = q.new_zeros((), dtype=dtype).expand(*den.shape, v.shape[-1])
     given = [x for x in dstate if x is not None]
     if not given:

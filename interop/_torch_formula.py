@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from ._torch_run import Options
+from ._torch_run import Options, promoted
 
 
 def linear_attention(
@@ -29,7 +29,7 @@ def _linear_attention(
     options: Options, q: Tensor, k: Tensor, v: Tensor, *initial: Tensor
 ) -> tuple[Tensor, ...]:
     causal, a, b, qk_norm, feature_map, normalize, _ = options
-    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    dtype = promoted(q, k, v)
     sums = torch.float64 if dtype == torch.float64 else torch.float32
     queries = _features(q.to(sums), qk_norm, feature_map)
     queries = nnf.pad(b * queries, (0, 1), value=a)

@@ -71,7 +71,7 @@ def _fake_forward(
     leads += [x.shape[: x.ndim - len(core)] for x, core in zip(initial, cores, strict=False)]
     state_lead = torch.broadcast_shapes(*leads)
     lead = torch.broadcast_shapes(q.shape[:-2], state_lead)
-    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    dtype = run.promoted(q, k, v)
     sums = torch.float64 if dtype == torch.float64 else torch.float32
     out = q.new_empty((*lead, q.shape[-2], e), dtype=dtype)
     den = q.new_empty((*lead, q.shape[-2]), dtype=sums)

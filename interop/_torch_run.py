@@ -15,7 +15,7 @@ from torch import Tensor
 
 from la_cupy import cpu, dtypes
 from la_cupy.arrays import Cache
-from la_cupy.layouts import state_part_fits
+from la_cupy.layouts import state_part_fits, summed_axes
 from la_cupy.params import STATE_FIELDS
 from la_cupy.problem import GPU_WIDTH_LIMIT, Problem, backward_problem, forward_problem
 from la_cupy.results import State
@@ -26,10 +26,15 @@ Options = tuple[bool, float, float, str | None, str, bool, str]
 OPTION_NAMES = ("causal", "a", "b", "qk_norm", "feature_map", "normalize", "precision")
 TORCH_DTYPES = {name: getattr(torch, name) for name in dtypes.NAMES}
 _NUMPY_DTYPES = {dtype: dtypes.numpy_dtype(name) for name, dtype in TORCH_DTYPES.items()}
-_STATE_CORES = (2, 1, 1, 0)  # own axes of kv, k_sum, v_sum, count
+STATE_CORES = (2, 1, 1, 0)  # own axes of kv, k_sum, v_sum, count
 
 
 # --- what the checks see of a tensor ---------------------------------------------------------
+
+
+def promoted(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
+    """The type of out."""
+    return torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
 
 
 class Described(NamedTuple):
@@ -350,17 +355,14 @@ def _misfits(problem: Problem) -> list[str]:
     return [
         f"{name}.{part}"
         for name, layouts in given.items()
-        for part, layout, core in zip(STATE_FIELDS, layouts or (), _STATE_CORES, strict=False)
+        for part, layout, core in zip(STATE_FIELDS, layouts or (), STATE_CORES, strict=False)
         if not state_part_fits(layout, core, problem.state_dtype)
     ]
 
 
 def sum_to(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The sum of `x` over the axes that `shape` lacks or has as 1, in float32 or wider."""
-    extra = x.ndim - len(shape)
-    axes = tuple(range(extra)) + tuple(
-        extra + i for i, size in enumerate(shape) if size == 1 != x.shape[extra + i]
-    )
+    axes = summed_axes(x.shape, shape)
     if axes:
         x = x.sum(axes, dtype=x.dtype if x.dtype.itemsize > 2 else torch.float32)
     return x.to(dtype).reshape(shape)

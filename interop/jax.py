@@ -8,13 +8,14 @@ same program runs anywhere.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from la_cupy import checks
+from la_cupy.api import OperatorOptions
 from la_cupy.problem import Options, make_options
 from la_cupy.results import State
 
@@ -23,19 +24,6 @@ from . import _jax_chunked, _jax_lowering, _jax_ops  # noqa: F401  lowering regi
 __all__ = ["dot_product_attention", "linear_attention", "linear_attention_xla"]
 
 Array: TypeAlias = jax.Array
-
-
-class OperatorOptions(TypedDict, total=False):
-    """The options of the operator, as `linear_attention` documents them."""
-
-    causal: bool
-    a: float
-    b: float
-    qk_norm: Literal["l2"] | None
-    feature_map: Literal["identity", "elu1", "relu", "silu", "exp"]
-    normalize: bool
-    precision: Literal["highest", "tf32"]
-    initial_state: State | tuple[Array, Array, Array, Array] | None
 
 
 @overload

@@ -14,12 +14,13 @@ torch.Size([8, 100, 16])
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from la_cupy import checks
+from la_cupy.api import OperatorOptions
 from la_cupy.problem import make_options
 from la_cupy.results import State
 
@@ -27,19 +28,6 @@ from . import _torch_autograd as autograd
 from ._torch_run import Options
 
 __all__ = ["linear_attention", "register_transformers", "scaled_dot_product_attention"]
-
-
-class OperatorOptions(TypedDict, total=False):
-    """The options of the operator, as `la_cupy.linear_attention` documents them."""
-
-    causal: bool
-    a: float
-    b: float
-    qk_norm: Literal["l2"] | None
-    feature_map: Literal["identity", "elu1", "relu", "silu", "exp"]
-    normalize: bool
-    precision: Literal["highest", "tf32"]
-    initial_state: State | tuple[Tensor, Tensor, Tensor, Tensor] | None
 
 
 @overload

@@ -15,7 +15,7 @@ from . import dtypes
 from .arrays import Cache
 from .compile import kernel, load_all
 from .device import device_info
-from .layouts import state_part_fits
+from .layouts import state_part_fits, summed_axes
 from .params import STATE_FIELDS
 from .plan import Plan, backward_plan, forward_plan
 from .problem import Layout, Problem
@@ -82,10 +82,7 @@ class Prepared:
 def sum_to(x: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
     """The sum of `x` over the axes that `shape` lacks or has as 1, in float32 or wider."""
     wide = x.dtype if x.dtype.itemsize > 2 else np.dtype(np.float32)
-    extra = x.ndim - len(shape)
-    axes = tuple(range(extra)) + tuple(
-        extra + i for i, size in enumerate(shape) if size == 1 != x.shape[extra + i]
-    )
+    axes = summed_axes(x.shape, shape)
     total = x.astype(wide, copy=False).sum(axis=axes) if axes else x
     return total.astype(dtype, copy=False).reshape(shape)
 

@@ -1,5 +1,6 @@
 """Where the arrays of a call lie: inputs, results and workspaces as the launches refer to them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -29,6 +30,17 @@ def lead_strides(shape: tuple[int, ...], strides: Strides, lead: tuple[int, ...]
     """Strides on the axes `lead` of an array with leading axes `shape`: 0 where it broadcasts."""
     own = (0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
     return (0,) * (len(lead) - len(shape)) + tuple(own)
+
+
+def summed_axes(shape: Sequence[int], own: Sequence[int]) -> tuple[int, ...]:
+    """The axes of `shape` that an array of shape `own` lacks or has as 1, broadcast to it.
+
+    >>> summed_axes((2, 3, 4), (1, 4))
+    (0, 1)
+    """
+    extra = len(shape) - len(own)
+    ones = (extra + i for i, size in enumerate(own) if size == 1 != shape[extra + i])
+    return (*range(extra), *ones)
 
 
 def state_part_fits(layout: Layout, inner: int, dtype: str) -> bool:

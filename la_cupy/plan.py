@@ -95,7 +95,6 @@ class _Planner:
         self.reasons: list[str] = []
         # With no query there is nothing to mask, and no head to walk for.
         self.causal = problem.options.causal and prod(problem.lead) > 0
-        self.levelled = problem.levelled
 
     def plan(self) -> Plan:
         return Plan(
@@ -200,7 +199,7 @@ class _Planner:
                 chunks=-(-(end - begin) // spec.chunk),
                 each=segment // spec.chunk,
                 splits=-(-p.e // spec.columns) * -(-p.d // spec.inner),
-                levelled=self.levelled,
+                levelled=self.p.levelled,
             )
             self.launches.append(
                 walk_launch(
@@ -216,7 +215,7 @@ class _Planner:
         states = {"slots": slots}
         states |= {"start": start} if start is not None else {}
         states |= {"total": total} if total is not None else {}
-        given = self.levelled and not is_reversed and start is not None
+        given = self.p.levelled and not is_reversed and start is not None
         v = self.arrays.tensor("v") if given else None
         scan = scan_launch(p, self.arrays.state_axes, pieces, summed, is_reversed, states, v)
         if scan.grid:
@@ -288,7 +287,7 @@ class _Planner:
                 splits=splits,
                 pieces=1 if slotted else 0,
                 phase=phase,
-                levelled=self.levelled,
+                levelled=self.p.levelled,
             )
             launch = walk_launch(self.p, spec, axes, course, tensors, rows, states)
             if launch.grid:
@@ -368,7 +367,7 @@ def _query_gradient(planner: _Planner, rows: dict[str, RowRef]) -> None:
     start, slotted = initial, False
     if not planner.causal:
         start = planner.total("keys", False, {}, initial, None)
-    elif segment < planner.positions(True)[2] or (initial is not None and planner.levelled):
+    elif segment < planner.positions(True)[2] or (initial is not None and planner.p.levelled):
         start, slotted = planner.states("keys", False, segment, {}, initial, None), True
     names = ("q", "k", "v", "dout") if planner.causal else ("q", "dout")
     tensors = {name: arrays.tensor(name) for name in names}
@@ -380,7 +379,7 @@ def _key_gradients(planner: _Planner, rows: dict[str, RowRef]) -> None:
     p, arrays = planner.p, planner.arrays
     specs = {"k": planner.spec("GradK"), "v": planner.spec("GradV")}
     given = arrays.given_state("dstate") if p.dstate else None
-    if given is not None and planner.levelled:
+    if given is not None and planner.p.levelled:
         given, from_caller = arrays.relevelled(given), given
         planner.relevel(from_caller, given, 1)
     total = arrays.new_state("dinitial_state") if p.initial_state else None
@@ -399,7 +398,7 @@ def _key_gradients(planner: _Planner, rows: dict[str, RowRef]) -> None:
         needed = rows if planner.causal else {}
         planner.walk(spec, segment, tensors, needed, start, slotted)
     if total is not None:
-        if planner.levelled:
+        if planner.p.levelled:
             planner.relevel(total, total, -1)
         _state_gradients(planner)
 
