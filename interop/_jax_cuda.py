@@ -238,27 +238,10 @@ class _capture_allows_loading:
             raise RuntimeError(f"cuThreadExchangeStreamCaptureMode failed with error {status}")
 
 
-class _Stream:
-    """XLA's stream, as CuPy takes the streams of others."""
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.address
-
-
-@lru_cache(maxsize=256)
-def _stream(address: int) -> Any:
-    import cupy
-
-    return cupy.cuda.Stream.from_external(_Stream(address))
-
-
 def _launch(text: bytes, device: int, stream: int, addresses: list[int]) -> None:
     names, prepared, there = _ready(text, device)
-    with there, _stream(stream):
-        prepared.launch(dict(zip(names, addresses, strict=True)))
+    with there:
+        prepared.launch(dict(zip(names, addresses, strict=True)), stream)
 
 
 CUDA = Route("la_cupy_cuda", _device, _load)

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from . import _torch_batch as batch
 from . import _torch_formula as formula
 from . import _torch_ops as ops
+from . import _torch_run as run
 from ._torch_run import Options, promoted
 
 Part: TypeAlias = "Tensor | None"
@@ -32,10 +33,12 @@ def forward(
 
 
 def _apply(function: Any, *arguments: Any) -> tuple[Tensor, ...]:
-    """`function.apply`, less its 25 µs of inspect.signature, and nothing but forward if that will do."""
+    """`function.apply` on two settings and tensors, less its 25 µs of inspect.signature, and nothing but forward if that will do."""
     if torch._C._are_functorch_transforms_active():
         results: tuple[Tensor, ...] = function.apply(*arguments)
-    elif torch.is_grad_enabled() or forward_ad._current_level >= 0:
+    elif forward_ad._current_level >= 0 or (
+        torch.is_grad_enabled() and any(x.requires_grad for x in arguments[2:])
+    ):
         results = super(torch.autograd.Function, function).apply(*arguments)
     else:
         results = function.forward(*arguments)
@@ -49,6 +52,8 @@ class Forward(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         options: Options, want_state: bool, q: Tensor, k: Tensor, v: Tensor, *initial: Tensor
     ) -> tuple[Tensor, ...]:
+        if ops.is_eager(q, k, v, *initial):
+            return tuple(run.forward(options, q, k, v, initial, want_state))
         with torch._C._AutoDispatchBelowAutograd():  # past what is registered with the op
             return tuple(ops.forward(options, q, k, v, initial, want_state))
 
@@ -118,8 +123,11 @@ class Backward(torch.autograd.Function):  # type: ignore[misc]
         v: Tensor,
         *states: Tensor,
     ) -> tuple[Tensor, ...]:
+        arguments = _vjp_arguments(options, counts, den, dout, q, k, v, *states)
+        if ops.is_eager(den, dout, q, k, v, *states):
+            return tuple(run.vjp(*arguments))
         with torch._C._AutoDispatchBelowAutograd():
-            return tuple(_vjp(options, counts, den, dout, q, k, v, *states))
+            return tuple(ops.vjp(*arguments))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -145,18 +153,13 @@ class Backward(torch.autograd.Function):  # type: ignore[misc]
         return batch.split_backward(results, tensors, in_dims[2:])
 
 
-def _vjp(
-    options: Options,
-    counts: Counts,
-    den: Tensor,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *states: Tensor,
-) -> list[Tensor]:
+def _vjp_arguments(
+    options: Options, counts: Counts, den: Tensor, dout: Tensor, *tensors: Tensor
+) -> tuple[Any, ...]:
+    """Those of the op `vjp`, from those of `Backward`."""
     rows = den if options[5] else None  # only normalised gradients need it
-    return ops.vjp(options, dout, q, k, v, rows, states[: counts[0]], states[counts[0] :])
+    q, k, v, *states = tensors
+    return options, dout, q, k, v, rows, tuple(states[: counts[0]]), tuple(states[counts[0] :])
 
 
 class _Fixed:
@@ -240,7 +243,7 @@ def _vmap_vjp(
     dims = (rows_dim, *in_dims[:4], *(in_dims[5] or ()), *(in_dims[6] or ()))
     counts = len(initial), len(dstate)
     aligned = batch.align_backward(tensors, dims, counts, info.batch_size)
-    results = _vjp(options, counts, *aligned)
+    results = ops.vjp(*_vjp_arguments(options, counts, *aligned))
     outputs, out_dims = batch.split_backward(results, tensors, dims)
     return list(outputs), list(out_dims)
 

@@ -155,12 +155,14 @@ def linear_attention(
         options = _options(causal, a, b, qk_norm, feature_map, normalize, precision)
         return_state = checks.flag("return_state", return_state)
         return_normalizer = checks.flag("return_normalizer", return_normalizer)
-    q, k, v = _input("q", q), _input("k", k), _input("v", v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, x)
+    q, k, v = _autocast(q, k, v)
     initial: tuple[Tensor, ...] = ()
     if initial_state is not None:
         initial = checks.state_parts("initial_state", initial_state)
         for field, x in zip(State._fields, initial, strict=True):
-            _input(f"initial_state.{field}", x, autocast=False)
+            _check_tensor(f"initial_state.{field}", x)
     out, den, *parts = autograd.forward(options, return_state, q, k, v, *initial)
     if return_state:
         state = State(*parts)
@@ -194,19 +196,23 @@ def _options(
     )
 
 
-def _input(name: str, x: Any, autocast: bool = True) -> Tensor:
-    """A tensor, in the type that autocast asks for."""
+def _check_tensor(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         kind = type(x)
         raise TypeError(
             f"{name} is a {kind.__module__}.{kind.__qualname__}, but PyTorch tensors are needed: "
             f"write torch.as_tensor({name}), or call la_cupy.linear_attention for arrays"
         )
-    device = x.device.type
-    if not autocast or device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
-        return x
-    castable = x.is_floating_point() and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(device)) if castable else x
+
+
+def _autocast(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the type that autocast asks for on the device of the first."""
+    device = inputs[0].device.type
+    if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
+        return inputs
+    dtype = torch.get_autocast_dtype(device)
+    castable = [x.is_floating_point() and x.dtype != torch.float64 for x in inputs]
+    return tuple(x.to(dtype) if cast else x for x, cast in zip(inputs, castable, strict=True))
 
 
 def scaled_dot_product_attention(

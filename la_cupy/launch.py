@@ -6,6 +6,7 @@ which is ordered by stream, and may go back to it as soon as the launches are qu
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import cupy
@@ -35,11 +36,10 @@ class Ready:
         self.record, self.dtype = launch.record, np.dtype((np.void, len(launch.record)))
         self.pointers, self.aligned = launch.pointers, launch.aligned
 
-    def __call__(self, addresses: Mapping[str, int]) -> None:
+    def __call__(self, addresses: Mapping[str, int], stream: Any) -> None:
         record = fill(self.record, self.pointers, self.aligned, addresses)
-        self.function(
-            self.grid, self.block, (np.frombuffer(record, self.dtype),), shared_mem=self.shared
-        )
+        arguments = (np.frombuffer(record, self.dtype),)
+        self.function(self.grid, self.block, arguments, shared_mem=self.shared, stream=stream)
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,31 @@ class Prepared:
         for r in self.plan.reductions:
             buffers[r.result] = sum_to(buffers[r.source], r.shape, dtypes.numpy_dtype(r.dtype))
 
-    def launch(self, addresses: Mapping[str, int]) -> None:
-        """Queue the kernels, on the current device and stream, for buffers at these addresses.
+    def launch(self, addresses: Mapping[str, int], stream: int | None = None) -> None:
+        """Queue the kernels, on the current device, for buffers at these addresses.
 
         Named are the inputs, outputs and workspaces of the plan. Its copies are the caller's to
-        make before, its reductions afterwards.
+        make before, its reductions afterwards. `stream` is the address of another library's
+        stream; None stands for CuPy's current one.
         """
+        external = None if stream is None else _external(stream)
         for launch in self.launches:
-            launch(addresses)
+            launch(addresses, external)
+
+
+class _External:
+    """Another library's stream, as CuPy takes these."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
+
+
+@lru_cache(maxsize=256)
+def _external(address: int) -> Any:
+    return cupy.cuda.Stream.from_external(_External(address))
 
 
 def sum_to(x: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:

@@ -374,12 +374,14 @@ def test_arrays_of_extent_one_in_jit() -> None:
 
 @pytest.mark.gpu(devices=2)
 def test_the_device_of_the_arrays() -> None:
-    """Committed to device 1: computed there, and CuPy's current device stays 0."""
+    """Committed to device 1: computed there, and the current device is that which JAX leaves."""
     x = [jax.device_put(normal(2, 300, 32, seed=i), jax.devices()[1]) for i in range(3)]
+    expected = [np.asarray(g) for g in plain_gradient(*x)]
+    current = cp.cuda.runtime.getDevice()
     found = gradient(*x)
     assert {g.device for g in found} == {jax.devices()[1]}
-    assert_close([np.asarray(g) for g in found], [np.asarray(g) for g in plain_gradient(*x)])
-    assert cp.cuda.runtime.getDevice() == 0
+    assert_close([np.asarray(g) for g in found], expected)
+    assert cp.cuda.runtime.getDevice() == current
 
 
 @pytest.mark.gpu(devices=2)

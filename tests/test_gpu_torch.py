@@ -345,20 +345,28 @@ def host_time(function: Callable[[], Any]) -> float:
     return statistics.median(costs) * 1e6
 
 
-class Nothing(torch.autograd.Function):
-    """Takes three tensors and gives the first."""
+class Arrays(torch.autograd.Function):
+    """The array API, called with arrays that are ready, where torch calls an operation.
+
+    For a backward this is in a thread of autograd's, on a core of its own, where Python that has
+    just run elsewhere takes twice its time, whoever's it is.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+    def forward(ctx: Any, arrays: Any, q: Any, k: Any, v: Any) -> Any:
+        ctx.arrays = arrays
+        _, ctx.den = la.linear_attention(*arrays[:3], causal=True, return_normalizer=True)
         return q.view_as(q)
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
-        return dout, dout, dout
+        inputs = (ctx.arrays[3], *ctx.arrays[:3])
+        la.linear_attention_vjp(*inputs, normalizer=ctx.den, causal=True)
+        return None, dout, dout, dout
 
 
 def test_host_time_of_a_call(capsys: Any) -> None:
-    """Added to what the array API takes: at most 40 µs a call, beside torch's own for a backward."""
+    """Added to what the array API takes: at most 40 µs a call."""
     x = [random(4, 8, 64, 64, seed=i) for i in range(3)]
     dout = random(4, 8, 64, 64, seed=3)
     leaves = [t.clone().requires_grad_() for t in x]
@@ -366,10 +374,6 @@ def test_host_time_of_a_call(capsys: Any) -> None:
 
     def array_forward() -> Any:
         return la.linear_attention(*arrays[:3], causal=True, return_normalizer=True)
-
-    def array_both() -> Any:
-        _, den = array_forward()
-        return la.linear_attention_vjp(arrays[3], *arrays[:3], normalizer=den, causal=True)
 
     def forward() -> Any:
         return linear_attention(*leaves, causal=True)
@@ -381,19 +385,18 @@ def test_host_time_of_a_call(capsys: Any) -> None:
     def forward_and_backward() -> Any:
         return torch.autograd.grad(forward(), leaves, dout)
 
-    def torchs_own() -> Any:
-        """The engine and its thread, and an autograd.Function that does nothing."""
-        return torch.autograd.grad(Nothing.apply(*leaves), leaves, dout)
+    def arrays_forward_and_backward() -> Any:
+        return torch.autograd.grad(Arrays.apply(arrays, *leaves), leaves, dout)
 
     functions = (
         *(array_forward, forward, forward_without_gradient),
-        *(array_both, forward_and_backward, torchs_own),
+        *(arrays_forward_and_backward, forward_and_backward),
     )
     times = {f.__name__: host_time(f) for f in functions}
     with capsys.disabled():
         print("\nhost time, µs: " + ", ".join(f"{n} {t:.1f}" for n, t in times.items()))
     assert times["forward"] - times["array_forward"] <= 40
-    assert times["forward_and_backward"] - times["array_both"] - times["torchs_own"] <= 2 * 40
+    assert times["forward_and_backward"] - times["arrays_forward_and_backward"] <= 2 * 40
 
 
 def device_time(functions: dict[str, Callable[[], Any]], calls: int = 10) -> dict[str, float]:

@@ -18,7 +18,6 @@ from la_cupy.interop import torch as adapter
 from la_cupy.interop.torch import linear_attention, scaled_dot_product_attention
 
 import la_cupy as la
-from la_cupy.arrays import Cache
 
 close = torch.testing.assert_close
 
@@ -195,10 +194,9 @@ class FakeCupy:
     """CuPy and CUDA with two devices, as far as the adapter looks at them."""
 
     def __init__(self) -> None:
-        self.device, self.entered, self.made = 0, [], 0
+        self.device = 0
         runtime = SimpleNamespace(getDevice=lambda: self.device)
-        stream = SimpleNamespace(from_external=self.from_external)
-        self.cuda = SimpleNamespace(runtime=runtime, Device=self.guard, Stream=stream)
+        self.cuda = SimpleNamespace(runtime=runtime, Device=self.guard)
 
     @contextlib.contextmanager
     def guard(self, index: int) -> Any:
@@ -206,44 +204,28 @@ class FakeCupy:
         yield
         self.device = before
 
-    def from_external(self, stream: Any) -> Any:
-        self.made += 1
-        return self.stream(stream.cuda_stream)
-
-    def stream(self, pointer: int) -> Any:
-        cupy = self
-
-        class Stream:
-            def __enter__(self) -> None:
-                cupy.entered.append((cupy.device, pointer))
-
-            def __exit__(self, *_: object) -> None:
-                cupy.entered.append("left")
-
-        return Stream()
-
 
 def test_kernels_are_queued_on_torchs_stream_of_their_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cupy = FakeCupy()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(_torch_run, "_streams", Cache(limit=4))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     pointers = {0: 50, 1: 51}
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda d: SimpleNamespace(cuda_stream=pointers[d.index])
-    )
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", pointers.__getitem__, raising=False)
     launched: list[Any] = []
-    prepared = SimpleNamespace(launch=lambda addresses: launched.append((cupy.device, addresses)))
+
+    def launch(addresses: Any, stream: int) -> None:
+        launched.append((cupy.device, stream, addresses))
+
+    prepared = SimpleNamespace(launch=launch)
     for index in (0, 1, 1, 0):
         _torch_run.Cuda.queue(prepared, {"q": index}, torch.device("cuda", index))
         assert cupy.device == 0, "the current device is as it was"
-    assert launched == [(i, {"q": i}) for i in (0, 1, 1, 0)]
-    assert cupy.entered[::2] == [(0, 50), (1, 51), (1, 51), (0, 50)] and cupy.made == 2
+    assert launched == [(i, 50 + i, {"q": i}) for i in (0, 1, 1, 0)]
     pointers[0] = 70
     _torch_run.Cuda.queue(prepared, {}, torch.device("cuda", 0))
-    assert cupy.entered[-2] == (0, 70) and cupy.made == 3
+    assert launched[-1] == (0, 70, {})
 
 
 def test_cuda_tensors_without_cupy_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -428,3 +428,39 @@ def test_transforms_on_an_emulated_gpu(emulated_gpu: type[EmulatedGpu]) -> None:
     torch.library.opcheck(
         torch.ops.la_cupy.vjp.default, backward, test_utils=("test_schema", "test_faketensor")
     )
+
+
+# --- who looks on ---------------------------------------------------------------------------------
+
+
+def test_modes_and_subclasses_see_the_ops() -> None:
+    """Eager calls go past the dispatcher, but not where it has something to do."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ops: list[str] = []
+
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.ops.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    q, k, v = (torch.randn(2, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    with Seen() as seen:
+        linear_attention(q, k, v, causal=True).sum().backward()
+    named = [name for name in seen.ops if name.startswith("la_cupy")]
+    assert named == ["la_cupy.forward.default", "la_cupy.vjp.default"]
+
+    class Logged(torch.Tensor):
+        ops: ClassVar[list[str]] = []
+
+        @classmethod
+        def __torch_function__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls.ops.append(str(op))
+            return super().__torch_function__(op, types, args, kwargs)
+
+    linear_attention(q.detach().as_subclass(Logged), k.detach(), v.detach())
+    assert "la_cupy.forward.default" in Logged.ops
