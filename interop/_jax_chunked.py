@@ -36,7 +36,11 @@ LONG_CHUNK = 512  # rows or keys of a step without weights
 def attention(
     q: Array, k: Array, v: Array, initial: State | None, options: Options, want_state: bool = True
 ) -> tuple[Array, State | None, Array]:
-    """(out, final state or None, den) for arguments that have been checked."""
+    """(out, final state or None, den) for arguments that have been checked.
+
+    Where nothing is added up, zeros are made of the arguments: inside shard_map they then count as
+    different from device to device, like every other result.
+    """
     n, m, causal = q.shape[-2], k.shape[-2], options.causal
     walk = _Walk(q, k, v, options)
     total = walk.initial(initial)
@@ -85,9 +89,11 @@ class _Walk:
     def initial(self, state: State | None) -> Array:
         """S before all keys, with all leading axes that it will have."""
         _, k, v = self.arrays
-        lead = np.broadcast_shapes(k.shape[:-2], v.shape[:-2])
         if state is None:
-            return jnp.zeros((*lead, k.shape[-1] + 1, v.shape[-1] + 1), self.dtype)
+            columns = jnp.swapaxes(k[..., :0, :], -2, -1).astype(self.dtype)
+            none = columns @ v[..., :0, :].astype(self.dtype)  # zeros
+            return jnp.pad(none, [(0, 0)] * (none.ndim - 2) + [(0, 1), (0, 1)])
+        lead = np.broadcast_shapes(k.shape[:-2], v.shape[:-2])
         kv, k_sum, v_sum, count = (x.astype(self.dtype) for x in state)
         matrices = kv, k_sum[..., None], v_sum[..., None, :], count[..., None, None]
         lead = np.broadcast_shapes(lead, *(x.shape[:-2] for x in matrices))
@@ -109,8 +115,8 @@ class _Walk:
         begin, end = rows or keys or (0, 0)
         lead = np.broadcast_shapes(q.shape[:-2], total.shape[:-2])
         if begin == end:
-            none = jnp.zeros((*lead, 0, v.shape[-1]), self.out_dtype)
-            return total, (none, jnp.zeros((*lead, 0), self.dtype))
+            none = q[..., :0, :1].astype(self.dtype) * total[..., :1, :-1]  # no rows
+            return total, (none.astype(self.out_dtype), none[..., 0])
         size = min(CHUNK if rows and keys else LONG_CHUNK, end - begin)
         count = -(-(end - begin) // size)
         chunks = (

@@ -8,6 +8,7 @@ same program runs anywhere.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import jax
@@ -19,11 +20,18 @@ from la_cupy.api import OperatorOptions
 from la_cupy.problem import Options, make_options
 from la_cupy.results import State
 
-from . import _jax_chunked, _jax_lowering, _jax_ops  # noqa: F401  lowering registers itself
+from . import _jax_chunked, _jax_lowering, _jax_ops, _jax_sequence  # noqa: F401  lowering registers itself
+from ._jax_sequence import AxisName
 
 __all__ = ["dot_product_attention", "linear_attention", "linear_attention_xla"]
 
 Array: TypeAlias = jax.Array
+
+
+class JaxOptions(OperatorOptions, total=False):
+    """The options of the operator, and the axis of a mesh along which a sequence is cut."""
+
+    axis_name: AxisName | None
 
 
 @overload
@@ -34,7 +42,7 @@ def linear_attention(
     *,
     return_state: Literal[False] = False,
     return_normalizer: Literal[False] = False,
-    **options: Unpack[OperatorOptions],
+    **options: Unpack[JaxOptions],
 ) -> Array: ...
 @overload
 def linear_attention(
@@ -44,7 +52,7 @@ def linear_attention(
     *,
     return_state: Literal[True],
     return_normalizer: Literal[False] = False,
-    **options: Unpack[OperatorOptions],
+    **options: Unpack[JaxOptions],
 ) -> tuple[Array, State]: ...
 @overload
 def linear_attention(
@@ -54,7 +62,7 @@ def linear_attention(
     *,
     return_state: Literal[False] = False,
     return_normalizer: Literal[True],
-    **options: Unpack[OperatorOptions],
+    **options: Unpack[JaxOptions],
 ) -> tuple[Array, Array]: ...
 @overload
 def linear_attention(
@@ -64,7 +72,7 @@ def linear_attention(
     *,
     return_state: Literal[True],
     return_normalizer: Literal[True],
-    **options: Unpack[OperatorOptions],
+    **options: Unpack[JaxOptions],
 ) -> tuple[Array, State, Array]: ...
 @overload
 def linear_attention(
@@ -74,7 +82,7 @@ def linear_attention(
     *,
     return_state: bool = False,
     return_normalizer: bool = False,
-    **options: Unpack[OperatorOptions],
+    **options: Unpack[JaxOptions],
 ) -> Any: ...
 
 
@@ -93,6 +101,7 @@ def linear_attention(
     return_state: bool = False,
     return_normalizer: bool = False,
     precision: str = "highest",
+    axis_name: AxisName | None = None,
 ) -> Any:
     """Attention with weights ``a + b (q~ . k~)``, in time linear in the number of rows.
 
@@ -121,6 +130,11 @@ def linear_attention(
     return_state, return_normalizer : bool
         Also return the State after these keys, and den ``(..., N)``, in this order. A State is a
         pytree, and can be the carry of a scan. den has no gradient.
+    axis_name : str or tuple of str, optional
+        Inside jax.shard_map, the axis of the mesh along which the sequence is cut: q, k and v are
+        this device's piece, in order; where causal, of one length. Results and gradients are those
+        of the whole sequence. What devices exchange is a state each, whatever N is. initial_state
+        is the same on all of them, and the state that is returned is the one behind all pieces.
 
     Returns
     -------
@@ -150,11 +164,8 @@ def linear_attention(
      [1.]]
     """
     options = make_options(causal, a, b, qk_norm, feature_map, normalize, precision)
-    return_state = checks.flag("return_state", return_state)
-    return_normalizer = checks.flag("return_normalizer", return_normalizer)
-    x, call = _checked(options, q, k, v, initial_state, return_state)
-    out, *state, den = _jax_ops.FORWARD.bind(*x, call=call)
-    return _results(out, State(*state) if state else None, den, return_state, return_normalizer)
+    arguments = q, k, v, initial_state, return_state, return_normalizer
+    return _over_devices(_by_kernels, options, axis_name, *arguments)
 
 
 def linear_attention_xla(
@@ -172,6 +183,7 @@ def linear_attention_xla(
     return_state: bool = False,
     return_normalizer: bool = False,
     precision: str = "highest",
+    axis_name: AxisName | None = None,
 ) -> Any:
     """`linear_attention` in plain JAX, for XLA to compile on any platform.
 
@@ -196,15 +208,58 @@ def linear_attention_xla(
         As `linear_attention`.
     """
     options = make_options(causal, a, b, qk_norm, feature_map, normalize, precision)
-    return_state = checks.flag("return_state", return_state)
-    return_normalizer = checks.flag("return_normalizer", return_normalizer)
+    arguments = q, k, v, initial_state, return_state, return_normalizer
+    return _over_devices(_by_xla, options, axis_name, *arguments)
+
+
+def _by_kernels(
+    options: Options, q: Any, k: Any, v: Any, initial_state: Any, return_state: bool
+) -> tuple[Array, State | None, Array]:
+    x, call = _checked(options, q, k, v, initial_state, return_state)
+    out, *state, den = _jax_ops.FORWARD.bind(*x, call=call)
+    return out, State(*state) if state else None, den
+
+
+def _by_xla(
+    options: Options, q: Any, k: Any, v: Any, initial_state: Any, return_state: bool
+) -> tuple[Array, State | None, Array]:
     x, _ = _checked(options, q, k, v, initial_state, return_state)
     initial = State(*x[3:]) if x[3:] else None
-    out, state, den = _plain(x[0], x[1], x[2], initial, options, return_state)
-    return _results(out, state, den, return_state, return_normalizer)
+    results: tuple[Array, State | None, Array]
+    results = _plain(x[0], x[1], x[2], initial, options, return_state)
+    return results
 
 
 _plain = jax.jit(_jax_chunked.attention, static_argnums=(4, 5))
+
+
+def _over_devices(
+    attend: Callable[..., tuple[Array, State | None, Array]],
+    options: Options,
+    axis_name: AxisName | None,
+    q: Any,
+    k: Any,
+    v: Any,
+    initial_state: Any,
+    return_state: bool,
+    return_normalizer: bool,
+) -> Any:
+    """What `attend` gives, for this device's piece of a sequence if there is an axis_name."""
+    return_state = checks.flag("return_state", return_state)
+    return_normalizer = checks.flag("return_normalizer", return_normalizer)
+    if axis_name is None:
+        out, state, den = attend(options, q, k, v, initial_state, return_state)
+        return _results(out, state, den, return_state, return_normalizer)
+    x, _ = _checked(options, q, k, v, initial_state, return_state)
+    q, k, v, initial = x[0], x[1], x[2], State(*x[3:]) if x[3:] else None
+    _jax_sequence.check_pieces(axis_name, options.causal, q.shape[-2], k.shape[-2])
+    no_rows = k[..., :0, :].astype(q.dtype)  # not q's, whose heads may be on other devices
+    own: Any = attend(options, no_rows, k, v, None, True)[1]
+    before, final = _jax_sequence.exchange(own, axis_name, options.causal, initial, return_state)
+    if not options.causal:  # every row sees the same keys, which are in the state
+        k, v = k[..., :0, :], v[..., :0, :]
+    out, _, den = attend(options, q, k, v, before, False)
+    return _results(out, final, den, return_state, return_normalizer)
 
 
 def dot_product_attention(

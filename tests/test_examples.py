@@ -128,6 +128,19 @@ def test_no_speed_for_a_wrong_result(
     assert f"no speed: {name}: error" in printed and "WRONG: la_cupy at 1x64x2x16" in printed
 
 
+# --- a sequence over several devices
+
+
+def test_sequence_parallel(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    done = run_example(
+        "sequence_parallel.py", "--rows", "256", "--width", "8", cwd=tmp_path
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^\| 256 \| (\d+) \| [\d.]+ \| [\d.]+ \|$", done.stdout, re.MULTILINE)
+    assert rows[0] == "1" and len(rows) == 2 and int(rows[1]) > 1
+
+
 def test_examples_are_small_files() -> None:
     for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text().splitlines()) < 400, path

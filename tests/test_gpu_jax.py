@@ -409,3 +409,34 @@ def test_sharded_over_two_devices(axis: int) -> None:
     )
     inside = jax.jit(jax.grad(lambda *y: (split(*y) ** 2).sum(), argnums=(0, 1, 2)))(*args)
     assert_close([np.asarray(g) for g in inside], [np.asarray(g) for g in found])
+
+
+@pytest.mark.gpu(devices=2)
+@pytest.mark.parametrize("causal", [True, False])
+def test_one_sequence_over_two_devices(causal: bool) -> None:
+    """Value, gradients and final state are those of one device, by our kernels."""
+    from jax.sharding import AxisType
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    x = [normal(3, 2 * 333, 64, seed=i) for i in range(3)]
+    options: dict[str, Any] = {"causal": causal, "return_state": True}
+    split = jax.shard_map(
+        partial(linear_attention, axis_name="seq", **options),
+        mesh=mesh,
+        in_specs=P(None, "seq"),
+        out_specs=(P(None, "seq"), P()),
+    )
+
+    def loss(function: Any, *x: Any) -> Any:
+        out, state = function(*x)
+        return (out**2).sum() + 1e-3 * sum((part**2).sum() for part in state), out
+
+    def results(function: Any) -> Any:
+        gradient = jax.value_and_grad(partial(loss, function), argnums=(0, 1, 2), has_aux=True)
+        program = jax.jit(gradient).lower(*x).compile()
+        assert program.as_text().count("la_cupy_cuda") >= 2
+        (total, out), grads = program(*x)
+        return [np.asarray(y) for y in (total, out, *grads)]
+
+    assert_close(results(split), results(partial(linear_attention, **options)))
