@@ -73,9 +73,7 @@ class Program:
     def decode(cls, text: str | bytes) -> Program:
         values = json.loads(text)
         call = values["call"]
-        call = Call(
-            **{**call, "options": Options(**call["options"]), "moved": tuple(call["moved"])}
-        )
+        call = Call(**{**call, "options": Options(*call["options"]), "moved": tuple(call["moved"])})
         operands = ((name, dtype, tuple(shape)) for name, dtype, shape in values["operands"])
         return cls(call, tuple(operands), DeviceInfo(**values["device"]))
 

@@ -129,7 +129,7 @@ class Abstract:
 def problem_of(call: Call, named: dict[str, Abstract], limit: int | None = None) -> Problem:
     """The Problem of a forward or, where there is a dout, of a backward pass."""
     o = call.options
-    options: dict[str, Any] = dict(vars(o), width_limit=limit)
+    options: dict[str, Any] = dict(o._asdict(), width_limit=limit)
     q, k, v = named["q"], named["k"], named["v"]
     if call.initial:
         options["initial_state"] = State(*(named[name] for name in _state("initial_state")))

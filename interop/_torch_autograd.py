@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from la_cupy.problem import Options
+from la_cupy.results import state_cores
+
 from . import _torch_batch as batch
 from . import _torch_formula as formula
 from . import _torch_ops as ops
 from . import _torch_run as run
-from ._torch_run import Options, promoted
+from ._torch_run import promoted
 
 Part: TypeAlias = "Tensor | None"
 Counts = tuple[int, int]
@@ -33,14 +36,15 @@ def forward(
 
 
 def _apply(function: Any, *arguments: Any) -> tuple[Tensor, ...]:
-    """`function.apply` on two settings and tensors, less its 25 µs of inspect.signature, and nothing but forward if that will do."""
+    """`function.apply` on two settings and tensors, by the shortest way that will do."""
+    _, _, *tensors = arguments
     if torch._C._are_functorch_transforms_active():
         results: tuple[Tensor, ...] = function.apply(*arguments)
     elif forward_ad._current_level >= 0 or (
-        torch.is_grad_enabled() and any(x.requires_grad for x in arguments[2:])
-    ):
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    ):  # what apply comes to outside torch.func, after 25 µs of inspect.signature
         results = super(torch.autograd.Function, function).apply(*arguments)
-    else:
+    else:  # nothing to remember
         results = function.forward(*arguments)
     return results
 
@@ -99,9 +103,7 @@ def _cotangents(
     given = [x for x in dstate if x is not None]
     if not given:
         return dout, ()
-    d, e = k.shape[-1], v.shape[-1]
-    cores = ((d, e), (d,), (e,), ())
-    pairs = zip(dstate, cores, strict=True)
+    pairs = zip(dstate, state_cores(k.shape[-1], v.shape[-1]), strict=True)
     zero = given[0].new_zeros(())
     return dout, tuple(zero.expand(core) if x is None else x for x, core in pairs)
 
@@ -109,22 +111,16 @@ def _cotangents(
 class Backward(torch.autograd.Function):  # type: ignore[misc]
     """(options, counts, den, dout, q, k, v, *initial_state, *dstate) -> (dq, dk, dv, ...).
 
-    den is a function of the other inputs, and has no gradient of its own.
+    den is a function of the other inputs, and has no gradient of its own; None where it is to be
+    computed again.
     """
 
     @staticmethod
     def forward(
-        options: Options,
-        counts: Counts,
-        den: Tensor,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *states: Tensor,
+        options: Options, counts: Counts, den: Part, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        arguments = _vjp_arguments(options, counts, den, dout, q, k, v, *states)
-        if ops.is_eager(den, dout, q, k, v, *states):
+        arguments = _vjp_arguments(options, counts, den, *tensors)
+        if ops.is_eager(*tensors if den is None else (den, *tensors)):
             return tuple(run.vjp(*arguments))
         with torch._C._AutoDispatchBelowAutograd():
             return tuple(ops.vjp(*arguments))
@@ -154,10 +150,10 @@ class Backward(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _vjp_arguments(
-    options: Options, counts: Counts, den: Tensor, dout: Tensor, *tensors: Tensor
+    options: Options, counts: Counts, den: Part, dout: Tensor, *tensors: Tensor
 ) -> tuple[Any, ...]:
     """Those of the op `vjp`, from those of `Backward`."""
-    rows = den if options[5] else None  # only normalised gradients need it
+    rows = den if options.normalize else None
     q, k, v, *states = tensors
     return options, dout, q, k, v, rows, tuple(states[: counts[0]]), tuple(states[counts[0] :])
 
@@ -180,7 +176,7 @@ def _autograd_forward(
     q: Tensor, k: Tensor, v: Tensor, initial: list[Tensor], want_state: bool, *options: Any
 ) -> list[Tensor]:
     _refuse_transforms()
-    return list(_apply(Forward, options, want_state, q, k, v, *initial))
+    return list(_apply(Forward, Options(*options), want_state, q, k, v, *initial))
 
 
 def _autograd_vjp(
@@ -195,8 +191,8 @@ def _autograd_vjp(
 ) -> list[Tensor]:
     _refuse_transforms()
     counts = len(initial), len(dstate)
-    rows = dout[..., 0].detach() if den is None else den  # has the shape, and is not read
-    return list(_apply(Backward, options, counts, rows, dout, q, k, v, *initial, *dstate))
+    tensors = (den, dout, q, k, v, *initial, *dstate)
+    return list(_apply(Backward, Options(*options), counts, *tensors))
 
 
 def _refuse_transforms() -> None:
@@ -220,7 +216,7 @@ def _vmap_forward(
 ) -> Any:
     tensors, dims = (q, k, v, *initial), (*in_dims[:3], *(in_dims[3] or ()))
     q, k, v, *parts = batch.align_forward(tensors, dims)
-    results = ops.forward(options, q, k, v, tuple(parts), want_state)
+    results = ops.forward(Options(*options), q, k, v, tuple(parts), want_state)
     outputs, out_dims = batch.split_forward(results, tensors, dims)
     return list(outputs), list(out_dims)
 
@@ -237,13 +233,14 @@ def _vmap_vjp(
     dstate: list[Tensor],
     *options: Any,
 ) -> Any:
-    rows = dout[..., 0] if den is None else den  # has the shape, and is not read
+    rows = dout[..., 0] if den is None else den  # where there is none, something of its shape
     rows_dim = in_dims[0] if den is None else in_dims[4]
     tensors = (rows, dout, q, k, v, *initial, *dstate)
     dims = (rows_dim, *in_dims[:4], *(in_dims[5] or ()), *(in_dims[6] or ()))
     counts = len(initial), len(dstate)
-    aligned = batch.align_backward(tensors, dims, counts, info.batch_size)
-    results = ops.vjp(*_vjp_arguments(options, counts, *aligned))
+    rows, *aligned = batch.align_backward(tensors, dims, counts, info.batch_size)
+    den = None if den is None else rows
+    results = ops.vjp(*_vjp_arguments(Options(*options), counts, den, *aligned))
     outputs, out_dims = batch.split_backward(results, tensors, dims)
     return list(outputs), list(out_dims)
 

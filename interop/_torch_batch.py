@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ._torch_run import STATE_CORES
+from la_cupy.results import STATE_RANKS
 
-_FORWARD = (2, 2, 2, *STATE_CORES)  # q, k, v, initial state
+_FORWARD = (2, 2, 2, *STATE_RANKS)  # q, k, v, initial state
 Dims = Sequence[int | None]
 
 
@@ -22,7 +22,7 @@ def align_backward(
 
     Each example has gradients of its own: all but dstate get the axis, by stride 0.
     """
-    cores = (1, 2, *_FORWARD[: 3 + counts[0]], *STATE_CORES[: counts[1]])
+    cores = (1, 2, *_FORWARD[: 3 + counts[0]], *STATE_RANKS[: counts[1]])
     needed = len(tensors) - counts[1]
     wide = [
         x.expand(size, *x.shape) if dim is None and i < needed else x
@@ -50,7 +50,7 @@ def split_forward(
     if all(dim is None for dim in dims[1:]):  # it is q's alone
         return (out, den, *state), (0, 0, *(None for _ in state))
     own = max(_leads(tensors[1:], dims[1:], _FORWARD[1 : len(tensors)]))
-    state = [_drop(x, x.ndim - core - 1 - own) for x, core in zip(state, STATE_CORES, strict=False)]
+    state = [_drop(x, x.ndim - core - 1 - own) for x, core in zip(state, STATE_RANKS, strict=False)]
     return (out, den, *state), (0,) * len(results)
 
 

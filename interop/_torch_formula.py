@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from ._torch_run import Options, promoted
+from la_cupy.problem import Options
+
+from ._torch_run import promoted
 
 
 def linear_attention(
@@ -34,9 +36,17 @@ def _linear_attention(
     queries = _features(q.to(sums), qk_norm, feature_map)
     queries = nnf.pad(b * queries, (0, 1), value=a)
     keys = nnf.pad(_features(k.to(sums), qk_norm, feature_map), (0, 1), value=1.0)
-    values = nnf.pad(v.to(sums), (0, 1), value=1.0)
+    values = v.to(sums)
+    # What normalised rows get added to all values does not change derivatives of q and k, and
+    # would take digits from them: it comes off before, and back on behind.
+    centred = normalize and v.shape[-2] > 0
+    centre = values.detach().mean(-2, keepdim=True) if centred else values.new_zeros(())
+    values = nnf.pad(values - centre, (0, 1), value=1.0)
+    shift = nnf.pad(centre, (0, 1)) if centred else centre
 
     before = _pack(*(x.to(sums) for x in initial)) if initial else keys.new_zeros(())
+    if before.ndim:
+        before = before - before[..., -1:] * shift
     if causal:
         rows, total = _causal(queries, keys, values, before)
     else:
@@ -45,7 +55,8 @@ def _linear_attention(
     num, den = rows[..., :-1], rows[..., -1:]
     if normalize:
         zero = den == 0
-        num = torch.where(zero, 0.0, num / torch.where(zero, 1.0, den))
+        num = torch.where(zero, 0.0, num / torch.where(zero, 1.0, den) + centre)
+    total = total + total[..., -1:] * shift
     state = (total[..., :-1, :-1], total[..., :-1, -1], total[..., -1, :-1], total[..., -1, -1])
     return num.to(dtype), *state
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from la_cupy.problem import backward_problem, forward_problem
+from la_cupy.problem import Options, backward_problem, forward_problem
+from la_cupy.results import state_cores
 
 from . import _torch_run as run
-from ._torch_run import OPTION_NAMES, Options
 
 _OPTIONS = (
     "bool causal, float a, float b, str? qk_norm, str feature_map, bool normalize, str precision"
@@ -31,7 +31,7 @@ library.define(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, initial: list[Tensor], want_state: bool, *options: Any
 ) -> list[Tensor]:
-    return run.forward(options, q, k, v, tuple(initial), want_state)
+    return run.forward(Options(*options), q, k, v, tuple(initial), want_state)
 
 
 def _vjp(
@@ -44,7 +44,7 @@ def _vjp(
     dstate: list[Tensor],
     *options: Any,
 ) -> list[Tensor]:
-    return run.vjp(options, dout, q, k, v, den, tuple(initial), tuple(dstate))
+    return run.vjp(Options(*options), dout, q, k, v, den, tuple(initial), tuple(dstate))
 
 
 # One implementation for every device: those that it cannot use are refused with a sentence.
@@ -58,15 +58,15 @@ library.impl("vjp", _vjp, "CompositeExplicitAutograd")
 def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, initial: list[Tensor], want_state: bool, *options: Any
 ) -> list[Tensor]:
-    run.check_devices(run.named_inputs(q, k, v, tuple(initial)))
+    run.check_tensors(run.named_inputs(q, k, v, tuple(initial)))
     if _is_concrete(options, q, k, v, *initial):
         forward_problem(
             *map(run.describe, (q, k, v)),
             initial_state=run.describe_state(tuple(initial)),
-            **dict(zip(OPTION_NAMES, options, strict=True)),
+            **Options(*options)._asdict(),
         )
     d, e = q.shape[-1], v.shape[-1]
-    cores = ((d, e), (d,), (e,), ())
+    cores = state_cores(d, e)
     leads = [k.shape[:-2], v.shape[:-2]]
     leads += [x.shape[: x.ndim - len(core)] for x, core in zip(initial, cores, strict=False)]
     state_lead = torch.broadcast_shapes(*leads)
@@ -90,13 +90,13 @@ def _fake_vjp(
     *options: Any,
 ) -> list[Tensor]:
     named = run.named_inputs(q, k, v, tuple(initial), dout=dout, normalizer=den)
-    run.check_devices(named | run.named_parts("dstate", tuple(dstate)))
+    run.check_tensors(named | run.named_parts("dstate", tuple(dstate)))
     if _is_concrete(options, dout, q, k, v, *initial, *dstate):
         backward_problem(
             *map(run.describe, (dout, q, k, v)),
             initial_state=run.describe_state(tuple(initial)),
             dstate=run.describe_state(tuple(dstate)),
-            **dict(zip(OPTION_NAMES, options, strict=True)),
+            **Options(*options)._asdict(),
         )
     return [x.new_empty(x.shape) for x in (q, k, v, *initial)]
 
@@ -107,7 +107,8 @@ torch.library.register_fake("la_cupy::vjp", _fake_vjp)
 
 def _is_concrete(options: tuple[Any, ...], *tensors: Tensor) -> bool:
     """Whether all sizes and numbers are known, so that the checks of a real call can be made."""
-    numbers = [*options[1:3], *(n for x in tensors for n in (*x.shape, *x.stride()))]
+    _, a, b, *_ = options
+    numbers = [a, b, *(n for x in tensors for n in (*x.shape, *x.stride()))]
     return all(type(n) in (int, float) for n in numbers)
 
 
@@ -117,13 +118,15 @@ def _is_concrete(options: tuple[Any, ...], *tensors: Tensor) -> bool:
 def is_eager(*tensors: Tensor) -> bool:
     """Whether nothing looks on, so that a call may go past the dispatcher, which takes 30 µs.
 
-    No mode, tracer or transform is active, and no tensor is a subclass or a view that stands for
-    other numbers than its memory holds.
+    No mode, profiler, tracer or transform is active, and no tensor is a subclass or a view that
+    stands for other numbers than its memory holds.
     """
     if (
         torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state()
+        or torch.autograd._profiler_enabled()
     ):
         return False
     for x in tensors:  # all() of a generator takes as long again

@@ -17,16 +17,11 @@ from la_cupy import cpu, dtypes
 from la_cupy.arrays import Cache
 from la_cupy.layouts import state_part_fits, summed_axes
 from la_cupy.params import STATE_FIELDS
-from la_cupy.problem import GPU_WIDTH_LIMIT, Problem, backward_problem, forward_problem
-from la_cupy.results import State
+from la_cupy.problem import GPU_WIDTH_LIMIT, Options, Problem, backward_problem, forward_problem
+from la_cupy.results import STATE_RANKS, State
 
-Options = tuple[bool, float, float, str | None, str, bool, str]
-"""causal, a, b, qk_norm, feature_map, normalize, precision."""
-
-OPTION_NAMES = ("causal", "a", "b", "qk_norm", "feature_map", "normalize", "precision")
 TORCH_DTYPES = {name: getattr(torch, name) for name in dtypes.NAMES}
 _NUMPY_DTYPES = {dtype: dtypes.numpy_dtype(name) for name, dtype in TORCH_DTYPES.items()}
-STATE_CORES = (2, 1, 1, 0)  # own axes of kv, k_sum, v_sum, count
 
 
 # --- what the checks see of a tensor ---------------------------------------------------------
@@ -47,20 +42,8 @@ class Described(NamedTuple):
 
 def describe(x: Tensor) -> Described:
     """The dtype, shape and strides of a tensor in NumPy's terms."""
-    if x.layout != torch.strided:
-        raise TypeError(f"a tensor has layout {x.layout}, but must be dense: write x.to_dense()")
-    dtype = _NUMPY_DTYPES.get(x.dtype)
-    if dtype is None:  # is refused, by its name
-        dtype = _other_dtype(str(x.dtype).removeprefix("torch."))
-    strides = tuple(step * dtype.itemsize for step in x.stride())
-    return Described(dtype, tuple(x.shape), strides)
-
-
-def _other_dtype(name: str) -> np.dtype:
-    try:
-        return np.dtype(getattr(ml_dtypes, name, name))
-    except TypeError:  # such as quint8
-        return np.dtype(np.void)
+    dtype = _NUMPY_DTYPES[x.dtype]
+    return Described(dtype, tuple(x.shape), tuple(step * dtype.itemsize for step in x.stride()))
 
 
 def describe_state(state: tuple[Tensor, ...]) -> State | None:
@@ -68,14 +51,20 @@ def describe_state(state: tuple[Tensor, ...]) -> State | None:
     return State(*map(describe, state)) if state else None
 
 
-def check_devices(named: Mapping[str, Tensor]) -> torch.device:
-    """The device that all tensors are on; ValueError if they are not on one that can be used."""
-    (first, x), *others = named.items()
-    for name, other in others:
+def check_tensors(named: Mapping[str, Tensor]) -> torch.device:
+    """The device that all tensors are on; an error if it, or a type, is not one that is computed."""
+    first, x = next(iter(named.items()))
+    for name, other in named.items():
         if other.device != x.device:
             raise ValueError(
                 f"{first} is on device {x.device} and {name} on device {other.device}, but all "
                 f"must be on one: write {name}.to({first}.device)"
+            )
+        if other.dtype not in _NUMPY_DTYPES:
+            found = str(other.dtype).removeprefix("torch.")
+            raise TypeError(
+                f"{name} has dtype {found}, but must be one of {', '.join(TORCH_DTYPES)}: "
+                f"write {name}.float()"
             )
     if x.device.type not in (*MACHINES, "meta"):
         raise ValueError(
@@ -120,12 +109,12 @@ def forward(
     key = (options, want_state, *map(_signature, (q, k, v, *initial)))
     run = _calls.get(key)
     if run is None:
-        device = check_devices(named_inputs(q, k, v, initial))
+        device = check_tensors(named_inputs(q, k, v, initial))
         problem = forward_problem(
             *map(describe, (q, k, v)),
             initial_state=describe_state(initial),
             width_limit=MACHINES[device.type].width_limit,
-            **dict(zip(OPTION_NAMES, options, strict=True)),
+            **options._asdict(),
         )
         run = MACHINES[device.type].forward(problem, device, want_state)
         _calls.put(key, run)
@@ -149,14 +138,14 @@ def vjp(
     run = _calls.get(key)
     if run is None:
         named = named_inputs(q, k, v, initial, dout=dout, normalizer=den)
-        device = check_devices(named | named_parts("dstate", dstate))
+        device = check_tensors(named | named_parts("dstate", dstate))
         problem = backward_problem(
             *map(describe, (dout, q, k, v)),
             normalizer=None if den is None else describe(den),
             initial_state=describe_state(initial),
             dstate=describe_state(dstate),
             width_limit=MACHINES[device.type].width_limit,
-            **dict(zip(OPTION_NAMES, options, strict=True)),
+            **options._asdict(),
         )
         run = MACHINES[device.type].vjp(problem, device, den is not None)
         _calls.put(key, run)
@@ -347,7 +336,7 @@ def _misfits(problem: Problem) -> list[str]:
     return [
         f"{name}.{part}"
         for name, layouts in given.items()
-        for part, layout, core in zip(STATE_FIELDS, layouts or (), STATE_CORES, strict=False)
+        for part, layout, core in zip(STATE_FIELDS, layouts or (), STATE_RANKS, strict=False)
         if not state_part_fits(layout, core, problem.state_dtype)
     ]
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Attend = Callable[..., Tensor]
@@ -49,7 +50,7 @@ def _attention(attend: Attend, options: dict[str, Any]) -> Callable[..., tuple[T
         for argument in _UNKNOWN:
             if others.get(argument) is not None:
                 raise ValueError(
-                    f"{argument} is {others[argument]}, but linear attention has no such thing: "
+                    f"{argument} came with a value, but linear attention has no such thing: "
                     f"choose a model without it"
                 )
         chosen = dict(options)
@@ -79,8 +80,9 @@ def _mask(
     if mask_function is not None and mask_function not in plain:
         raise ValueError(
             "the model asks for a mask that is not merely causal, such as of packed sequences or a "
-            "sliding window, but linear attention cannot apply one: pass one sequence a row, or "
-            "choose another attention implementation for this model"
+            "sliding window (which Transformers takes for granted while torch.compile traces a "
+            "model without a cache), but linear attention cannot apply one: pass one sequence a "
+            "row (and use_cache=True), or choose another attention implementation for this model"
         )
     is_causal = mask_function is not masking_utils.bidirectional_mask_function
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
@@ -88,6 +90,11 @@ def _mask(
         raise ValueError(
             f"the cache holds {kv_length} keys beside {q_length} rows at {q_offset}, but the last "
             f"row must see the last key: use a dynamic cache, not a static one"
+        )
+    if attention_mask is not None and torch.compiler.is_compiling():
+        raise ValueError(
+            "attention_mask came while torch.compile traces the model, when its values are not "
+            "known, but linear attention cannot leave out padding: leave the mask out"
         )
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ValueError(

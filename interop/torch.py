@@ -1,7 +1,8 @@
 """PyTorch: `linear_attention` on tensors, with gradients of every order and torch.compile.
 
-Nothing is copied: CUDA tensors are read where they are, in torch's current stream, and results
-and workspaces come from torch's allocator. CPU tensors are computed by the NumPy path.
+CUDA tensors are read where they are (copied only where the last axis is not contiguous), in
+torch's current stream; results and workspaces come from torch's allocator. CPU tensors are
+computed by the NumPy path.
 
 >>> import torch
 >>> from la_cupy.interop.torch import linear_attention
@@ -21,11 +22,10 @@ from torch import Tensor
 
 from la_cupy import checks
 from la_cupy.api import OperatorOptions
-from la_cupy.problem import make_options
+from la_cupy.problem import Options, make_options
 from la_cupy.results import State
 
 from . import _torch_autograd as autograd
-from ._torch_run import Options
 
 __all__ = ["linear_attention", "register_transformers", "scaled_dot_product_attention"]
 
@@ -148,11 +148,9 @@ def linear_attention(
     tensor([[2.],
             [3.]])
     """
-    options: Options
-    if torch.compiler.is_compiling():  # the op's checks run when it is traced
-        options = causal, a, b, qk_norm, feature_map, normalize, precision
-    else:
-        options = _options(causal, a, b, qk_norm, feature_map, normalize, precision)
+    options = Options(causal, a, b, qk_norm, feature_map, normalize, precision)
+    if not torch.compiler.is_compiling():  # the op's checks run when it is traced
+        options = _checked(options)
         return_state = checks.flag("return_state", return_state)
         return_normalizer = checks.flag("return_normalizer", return_normalizer)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -170,30 +168,14 @@ def linear_attention(
     return (out, den) if return_normalizer else out
 
 
-def _options(
-    causal: Any,
-    a: Any,
-    b: Any,
-    qk_norm: Any,
-    feature_map: Any,
-    normalize: Any,
-    precision: Any,
-) -> Options:
-    for name, value in (("a", a), ("b", b)):
-        if isinstance(value, Tensor):
+def _checked(options: Options) -> Options:
+    for name in ("a", "b"):
+        if isinstance(getattr(options, name), Tensor):
             raise TypeError(
                 f"{name} is a tensor, but must be a number on the host, since reading it may wait "
                 f"for a GPU: write float({name}) yourself, outside the loop"
             )
-    return (
-        checks.flag("causal", causal),
-        checks.scalar("a", a),
-        checks.scalar("b", b),
-        checks.choice("qk_norm", qk_norm, checks.QK_NORMS),
-        checks.choice("feature_map", feature_map, checks.FEATURE_MAPS),
-        checks.flag("normalize", normalize),
-        checks.choice("precision", precision, checks.PRECISIONS),
-    )
+    return make_options(*options)
 
 
 def _check_tensor(name: str, x: Any) -> None:
@@ -202,6 +184,12 @@ def _check_tensor(name: str, x: Any) -> None:
         raise TypeError(
             f"{name} is a {kind.__module__}.{kind.__qualname__}, but PyTorch tensors are needed: "
             f"write torch.as_tensor({name}), or call la_cupy.linear_attention for arrays"
+        )
+    if x.layout != torch.strided or x.is_nested:
+        layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise TypeError(
+            f"{name} has layout {layout}, but must be a dense tensor: write {name}.to_dense(), or "
+            f"pad what is nested with torch.nested.to_padded_tensor"
         )
 
 
@@ -245,7 +233,7 @@ def scaled_dot_product_attention(
         Hq is a multiple of H: groups of heads of the query share a key and a value, which are not
         repeated in memory.
     options
-        Those of `linear_attention` but causal, initial_state, return_state, return_normalizer.
+        a, b, qk_norm, feature_map, normalize and precision of `linear_attention`.
 
     Returns
     -------
@@ -253,6 +241,8 @@ def scaled_dot_product_attention(
 
     Raises
     ------
+    TypeError
+        For other options; as `linear_attention`.
     ValueError
         For attn_mask, dropout_p and scale, and for is_causal where L > S; as `linear_attention`.
 
@@ -263,6 +253,22 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True).shape
     torch.Size([1, 8, 10, 16])
     """
+    _refuse_unknown("scaled_dot_product_attention", options)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        _check_tensor(name, x)
+        if x.ndim < 2:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, but needs at least 2 axes, (..., rows, width): "
+                f"write {name}[None, :] for a single row"
+            )
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"key has {key.shape[-2]} rows and value {value.shape[-2]}, but there must be one value "
+            f"for each key: pass equally many"
+        )
+    is_causal, enable_gqa = (
+        checks.flag(name, x) for name, x in (("is_causal", is_causal), ("enable_gqa", enable_gqa))
+    )
     if attn_mask is not None:
         raise ValueError(
             "attn_mask is a mask, but linear attention never forms the weights that it would "
@@ -292,7 +298,7 @@ def scaled_dot_product_attention(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, grouped: bool, **options: Any) -> Tensor:
     """Heads of the query that share keys become one more leading axis, which k and v lack."""
-    if not grouped or query.ndim < 3 or query.shape[-3] == key.shape[-3]:
+    if not grouped or min(query.ndim, key.ndim) < 3 or query.shape[-3] == key.shape[-3]:
         out: Tensor = linear_attention(query, key, value, **options)
         return out
     heads, shared = query.shape[-3], key.shape[-3]
@@ -304,6 +310,19 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, grouped: bool, **options:
     query = query.unflatten(-3, (shared, heads // shared))
     out = linear_attention(query, key.unsqueeze(-3), value.unsqueeze(-3), **options)
     return out.flatten(-4, -3)
+
+
+def _refuse_unknown(function: str, options: dict[str, Any]) -> None:
+    """Of the operator's options, those that say how rows are weighted."""
+    for name in options:
+        if name not in _WEIGHTS:
+            raise TypeError(
+                f"{function} has no option {name}: leave it out, or call linear_attention; the "
+                f"options are {', '.join(_WEIGHTS)}"
+            )
+
+
+_WEIGHTS = tuple(name for name in Options._fields if name != "causal")
 
 
 def register_transformers(name: str = "la_cupy", **options: Any) -> None:
@@ -321,7 +340,7 @@ def register_transformers(name: str = "la_cupy", **options: Any) -> None:
     name : str
         What the implementation is to be called.
     options
-        Those of `linear_attention` but causal, initial_state, return_state, return_normalizer.
+        a, b, qk_norm, feature_map, normalize and precision of `linear_attention`.
 
     Raises
     ------
@@ -335,6 +354,7 @@ def register_transformers(name: str = "la_cupy", **options: Any) -> None:
     >>> from la_cupy.interop.torch import register_transformers
     >>> register_transformers("la_cupy", feature_map="elu1")  # doctest: +SKIP
     """
+    _refuse_unknown("register_transformers", options)
     make_options(**options)
     from . import _torch_transformers
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from . import checked, checks
-from .problem import Problem, make_options
+from .problem import Options, Problem, make_options
 from .results import Array, Gradients, State
 
 
@@ -189,7 +189,7 @@ def linear_attention(
     return_state = checks.flag("return_state", return_state)
     return_normalizer = checks.flag("return_normalizer", return_normalizer)
     state = checked.as_state("initial_state", initial_state)
-    options = (causal, a, b, qk_norm, feature_map, normalize, precision)
+    options = Options(causal, a, b, qk_norm, feature_map, normalize, precision)
 
     problem, backend, plain = checked.forward(options, q, k, v, state, out)
     target = out
@@ -276,7 +276,7 @@ def linear_attention_vjp(
     causal, normalize = checks.flag("causal", causal), checks.flag("normalize", normalize)
     state = checked.as_state("initial_state", initial_state)
     final = checked.as_state("dstate", dstate)
-    options = (causal, a, b, qk_norm, feature_map, normalize, precision)
+    options = Options(causal, a, b, qk_norm, feature_map, normalize, precision)
 
     problem, backend, plain = checked.backward(options, dout, q, k, v, normalizer, state, final)
     if not plain:
@@ -328,7 +328,7 @@ def explain(
     """
     checks.flag("return_state", return_state)
     checks.flag("return_normalizer", return_normalizer)
-    chosen: Any = dataclasses.astuple(make_options(**options))
+    chosen = make_options(**options)
     state = checked.as_state("initial_state", initial_state)
     if dout is not None:
         final = checked.as_state("dstate", dstate)

@@ -13,14 +13,10 @@ import numpy as np
 
 from . import arrays, checks
 from .arrays import signature
-from .problem import GPU_WIDTH_LIMIT, Problem, backward_problem, forward_problem
+from .problem import GPU_WIDTH_LIMIT, Options, Problem, backward_problem, forward_problem
 from .results import Array, State
 
 BACKENDS = {"numpy": "la_cupy.cpu", "cupy": "la_cupy.launch"}
-
-Options = tuple[bool, float, float, Any, Any, bool, Any]
-"""causal, a, b, qk_norm, feature_map, normalize, precision; numbers and flags already checked,
-since 1, 1.0 and True are one key."""
 
 
 class Checked(NamedTuple):
@@ -116,9 +112,8 @@ def _find(
 
 
 def _keywords(library: str, options: Options) -> dict[str, Any]:
-    names = ("causal", "a", "b", "qk_norm", "feature_map", "normalize", "precision")
     limit = GPU_WIDTH_LIMIT if library == "cupy" else None
-    return dict(zip(names, options, strict=True), width_limit=limit)
+    return dict(options._asdict(), width_limit=limit)
 
 
 def _remember(

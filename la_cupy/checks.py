@@ -9,7 +9,7 @@ import numpy as np
 
 from . import dtypes
 from .features import FEATURES
-from .results import Array, State
+from .results import Array, State, state_cores
 
 QK_NORMS = ("l2", None)
 FEATURE_MAPS = tuple(FEATURES)
@@ -179,7 +179,7 @@ def state_parts(name: str, state: Any) -> State:
 
 def state_lead(name: str, state: State, d: int, e: int, outer: Shape, extend: bool) -> Shape:
     """Check the shapes of `state`; broadcast(outer, its leads), to be `outer` unless `extend`."""
-    cores = ((d, e), (d,), (e,), ())
+    cores = state_cores(d, e)
     symbols = ("(..., D, E)", "(..., D)", "(..., E)", "(...)")
     leads = [outer]
     for field, part, core, symbol in zip(State._fields, state, cores, symbols, strict=True):

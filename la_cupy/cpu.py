@@ -21,10 +21,9 @@ from ._cpu_blocks import Block, Shape, Sink, align, block_shape, blocks, steps, 
 from ._cpu_rows import FeatureRows, augment_values, causal, divide
 from ._cpu_state import centre_gradients, centre_sums, pack, unpack
 from .problem import Problem
-from .results import Gradients, State
+from .results import STATE_RANKS, Gradients, State
 
 Array = Any
-_CORES = (2, 1, 1, 0)  # own axes of kv, k_sum, v_sum, count
 
 
 @np.errstate(all="ignore")  # non-finite inputs give non-finite results in silence, as on a GPU
@@ -120,7 +119,7 @@ def vjp(
     sinks = [Sink(x, p.lead, 2, compute) for x in (q, k, v)]
     state_sinks = [
         Sink(np.asarray(part), p.lead, core, np.float64)
-        for part, core in zip(initial_state or (), _CORES, strict=False)
+        for part, core in zip(initial_state or (), STATE_RANKS, strict=False)
     ]
     arrays = [align(x, p.lead, 2) for x in (q, k, v)]
     initial, final = _align_state(initial_state, p.lead), _align_state(dstate, p.lead)
@@ -162,7 +161,7 @@ def _empty_state(p: Problem, dtype: Any) -> State:
 def _align_state(state: State | None, lead: Shape) -> State | None:
     if state is None:
         return None
-    return State(*(align(x, lead, core) for x, core in zip(state, _CORES, strict=True)))
+    return State(*(align(x, lead, core) for x, core in zip(state, STATE_RANKS, strict=True)))
 
 
 def _take_state(state: State | None, block: Block) -> State | None:

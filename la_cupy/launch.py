@@ -21,7 +21,7 @@ from .params import STATE_FIELDS
 from .plan import Plan, backward_plan, forward_plan
 from .problem import Layout, Problem
 from .records import Launch, fill
-from .results import Array, Gradients, State
+from .results import STATE_RANKS, Array, Gradients, State
 
 Buffers = dict[str, Any]
 
@@ -146,7 +146,7 @@ def _fits(problem: Problem) -> dict[str, tuple[bool, ...]]:
     return {
         name: tuple(
             state_part_fits(layout, inner, problem.state_dtype)
-            for layout, inner in zip(layouts, (2, 1, 1, 0), strict=True)
+            for layout, inner in zip(layouts, STATE_RANKS, strict=True)
         )
         for name, layouts in given.items()
         if layouts is not None

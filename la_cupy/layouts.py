@@ -7,6 +7,7 @@ from math import prod
 from .params import STATE_FIELDS
 from .problem import Layout, Problem
 from .records import Axes, RowRef, StateRef, Strides, Tensor
+from .results import STATE_RANKS, state_cores
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Arrays:
     def given_state(self, name: str) -> StateRef:
         """A state of the caller's; parts that do not fit are converted before the launch."""
         leads = []
-        for layout, inner in zip(getattr(self.problem, name), (2, 1, 1, 0), strict=True):
+        for layout, inner in zip(getattr(self.problem, name), STATE_RANKS, strict=True):
             rank = len(layout.shape) - inner
             strides = layout.strides
             if not state_part_fits(layout, inner, self.problem.state_dtype):
@@ -118,7 +119,7 @@ class Arrays:
         """A contiguous state over the state's leading axes, one of the results."""
         p = self.problem
         leads = []
-        for part, inner in zip(STATE_FIELDS, ((p.d, p.e), (p.d,), (p.e,), ()), strict=True):
+        for part, inner in zip(STATE_FIELDS, state_cores(p.d, p.e), strict=True):
             shape = (*p.state_lead, *inner)
             self.outputs[f"{name}.{part}"] = Buffer(shape, p.state_dtype)
             strides = contiguous_strides(shape)[: len(p.state_lead)]

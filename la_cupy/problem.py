@@ -8,7 +8,7 @@ shapes, strides, dtypes and options, and can be made up for tests.
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import checks, dtypes
 from .results import Array, State
@@ -19,8 +19,7 @@ GPU_WIDTH_LIMIT = 256
 StateLayouts = tuple["Layout", "Layout", "Layout", "Layout"]
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """All run-time options of the operator, as plain Python values."""
 
     causal: bool = False

@@ -25,6 +25,15 @@ class State(NamedTuple):
     count: Array
 
 
+STATE_RANKS = (2, 1, 1, 0)
+"""How many axes kv, k_sum, v_sum and count have behind the leading ones."""
+
+
+def state_cores(d: int, e: int) -> tuple[tuple[int, ...], ...]:
+    """The extents of these axes."""
+    return (d, e), (d,), (e,), ()
+
+
 class Gradients(NamedTuple):
     """Gradients with the shape and dtype of the inputs; ``initial_state`` is None if none came."""
 

@@ -131,7 +131,12 @@ def test_parameters_and_requires_grad() -> None:
         (lambda q, k, v: (q, k.bool(), v), {}, TypeError, "k has dtype bool"),
         (lambda q, k, v: (q, k, v.cfloat()), {}, TypeError, "v has dtype complex64"),
         (lambda q, k, v: (q.to(torch.float8_e5m2), k, v), {}, TypeError, "q has dtype float8_e5m2"),
-        (lambda q, k, v: (q.to_sparse(), k, v), {}, TypeError, "layout torch.sparse_coo"),
+        (
+            lambda q, k, v: (q.to_sparse(), k, v),
+            {},
+            TypeError,
+            "q has layout sparse_coo, .*to_dense",
+        ),
         (lambda q, k, v: (q, k.to("meta"), v), {}, ValueError, "q is on device cpu and k on devic"),
         (lambda q, k, v: (q, k[..., :3], v), {}, ValueError, "q has D = 8 in its last axis and k"),
         (lambda q, k, v: (q, k, v[..., :3, :]), {}, ValueError, "k has 9 rows and v has 3"),
@@ -293,6 +298,29 @@ def test_sdpa_refuses_shapes() -> None:
         scaled_dot_product_attention(normal(2, 7, 9, 8), k, v, enable_gqa=True)
     with pytest.raises(ValueError, match="do not broadcast"):
         scaled_dot_product_attention(normal(2, 6, 9, 8), k, v)
+    with pytest.raises(ValueError, match="key has 9 rows and value 7"):
+        scaled_dot_product_attention(q[..., :4, :], k, v[..., :7, :], is_causal=True)
+    with pytest.raises(ValueError, match=r"key has shape \(8,\), but needs at least 2 axes"):
+        scaled_dot_product_attention(q, k[0, 0, 0], v, is_causal=True)
+    with pytest.raises(ValueError, match="do not broadcast"):
+        scaled_dot_product_attention(normal(2, 7, 9, 8), k[0, 0], v, enable_gqa=True)
+
+
+def test_sdpa_refuses_types_and_options() -> None:
+    q, k, v = qkv()
+    with pytest.raises(TypeError, match=r"value is a builtins.NoneType, but PyTorch tensors"):
+        scaled_dot_product_attention(q, k, None, is_causal=True)
+    with pytest.raises(TypeError, match="enable_gqa is"):
+        scaled_dot_product_attention(q, k, v, enable_gqa="no")
+    with pytest.raises(TypeError, match="has no option return_state"):
+        scaled_dot_product_attention(q, k, v, return_state=True)
+    with pytest.raises(TypeError, match="register_transformers has no option causal"):
+        adapter.register_transformers("wrong", causal=True)
+    ragged = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=torch.jagged)
+    with pytest.raises(TypeError, match="k has layout nested.*pad"):
+        linear_attention(q, ragged, v)
+    with pytest.raises(TypeError, match="v has layout sparse_csr"):
+        linear_attention(q, k, torch.eye(8).to_sparse_csr())
 
 
 def test_sdpa_compiles() -> None:

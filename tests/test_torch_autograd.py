@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -93,7 +92,7 @@ def test_derivatives_over_several_chunks(causal_: bool) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_formula_is_the_operator(options: dict[str, Any]) -> None:
-    chosen = dataclasses.astuple(make_options(**options))
+    chosen = make_options(**options)
     for n, m in ((9, 9), (40, 33), (20, 50), (0, 7), (7, 0)):
         for state in ((), initial_state(), initial_state(2, 1)):
             x = (*qkv(n, m), *state)
@@ -464,3 +463,47 @@ def test_modes_and_subclasses_see_the_ops() -> None:
 
     linear_attention(q.detach().as_subclass(Logged), k.detach(), v.detach())
     assert "la_cupy.forward.default" in Logged.ops
+
+
+# --- digits, and what a caller of the op leaves out -----------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_second_derivatives_and_forward_mode_where_v_is_far_from_zero(is_causal: bool) -> None:
+    """A constant on v is no part of what q and k are told."""
+    wide = qkv(600)
+    wide[2] = 1000 + wide[2]
+    narrow = [x.float() for x in wide]
+    exact = [x.double() for x in narrow]
+
+    def derivatives(x: list[Any]) -> list[Any]:
+        def function(q: Any, k: Any) -> Any:
+            return linear_attention(q, k, x[2], causal=is_causal)
+
+        tangents = x[0].cos(), x[1].sin()
+        along = jvp(function, (x[0], x[1]), tangents)[1]
+        first = grad(lambda q, k: function(q, k).square().mean(), argnums=(0, 1))
+        return [along, *vjp(first, x[0], x[1])[1](tangents)]
+
+    limit = BUDGETS["float32"].gradient
+    for found, expected in zip(derivatives(narrow), derivatives(exact), strict=True):
+        assert max_error(found.detach().numpy(), expected.detach().numpy()) <= limit
+
+
+def test_the_op_without_a_normalizer() -> None:
+    """It makes den itself, under gradients and vmap, too."""
+    x = [t.requires_grad_() for t in qkv(9)]
+    dout = normal(2, 3, 9, 5, seed=8, dtype=torch.float64)
+    options = (True, 1.0, 1.0, "l2", "identity", True, "highest")
+
+    def op(dout: Any, *x: Any) -> Any:
+        return torch.ops.la_cupy.vjp(dout, *x, None, [], [], *options)
+
+    expected = torch.autograd.grad(causal(*x), x, dout, create_graph=True)
+    close(op(dout, *x), list(expected))
+    close(vmap(op)(dout, *(t.detach() for t in x)), [t.detach() for t in expected])
+    second, known = (
+        torch.autograd.grad(sum(g.square().sum() for g in grads), x)
+        for grads in (op(dout, *x), expected)
+    )
+    close(second, known)
