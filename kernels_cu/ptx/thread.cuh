@@ -21,14 +21,15 @@ LA_DEVICE i32 unknown_zero_but_sm_90() {
 #endif
 }
 
-// For sm_120 most follows from this that the compiler takes out of loops and has no registers for: so it is found anew each time.
-LA_DEVICE i32 thread() {
+// Whether the compiler needs more registers than for other GPUs: for sm_120.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-  return static_cast<i32>(threadIdx.x) + unknown_zero();
+constexpr bool kFewRegisters = true;
 #else
-  return static_cast<i32>(threadIdx.x);
+constexpr bool kFewRegisters = false;
 #endif
-}
+
+// Where registers are few, much that follows from this was taken out of loops and then spilled: so it is found anew each time.
+LA_DEVICE i32 thread() { return static_cast<i32>(threadIdx.x) + (kFewRegisters ? unknown_zero() : 0); }
 
 LA_DEVICE i32 block() { return static_cast<i32>(blockIdx.x); }
 
