@@ -18,26 +18,21 @@ from pathlib import Path
 from cuda.bindings import nvrtc
 
 from la_cupy import compile as la_compile
-from la_cupy.kernels import WGMMA, Spec, SweepSpec
+from la_cupy.kernels import Spec, SweepSpec
 
 SPILLS_OF_WIDE_SWEEPS = {"Bf16": 128, "Tf32": 384, "Tf32x3": 640, "F64": 4480}
-SPILLS_OF_SWEEPS = {"sm_80": 64, "sm_89": 64, "sm_90a": 64, "sm_120": 256}
 """Bytes of spill stores and loads a thread, for those walks that may have any: they are here to go down.
 
-A walk with D or E over 128 keeps a state of 128 registers a thread; the first table has the worst of
-the four archs (112 bytes, then 348, 592 and 4376 with NVRTC 13), rounded up to a multiple of 128. The
-others are tiled to fit on sm_90a, where they were measured, and miss by a few registers elsewhere:
-float32 and float16 with 128 registers a thread, and on sm_120 bfloat16 too.
+A walk with D or E over 128 keeps a state of 128 registers a thread; the table has the worst of the
+four archs (112 bytes, then 348, 592 and 4376 with NVRTC 13), rounded up to a multiple of 128.
 """
 
 
 def spills_allowed(spec: Spec, arch: str) -> int:
-    """None in pre-passes, scans, walks with wgmma, and bfloat16 ones up to 128 columns, but on sm_120."""
-    if not isinstance(spec, SweepSpec):
+    """None in pre-passes, scans, and walks with D and E up to 128."""
+    if not isinstance(spec, SweepSpec) or max(spec.inner, spec.row) <= 128:
         return 0
-    if max(spec.inner, spec.row) == 256:
-        return SPILLS_OF_WIDE_SWEEPS[spec.arith]
-    return 0 if spec.arith in ("Bf16", WGMMA) and arch != "sm_120" else SPILLS_OF_SWEEPS[arch]
+    return SPILLS_OF_WIDE_SWEEPS[spec.arith]
 
 
 class CompileError(Exception):

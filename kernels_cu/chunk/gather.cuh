@@ -36,8 +36,9 @@ struct Gather {
   LA_DEVICE explicit Gather(const Params& params) : p(params), shared(dynamic_shared()) {
     u32 index = static_cast<u32>(block());
     const u32 split = index % p.splits, column_splits = (p.e + Config::kColumns - 1) / Config::kColumns;
-    column0 = static_cast<int>(split % column_splits) * Config::kColumns;
-    inner0 = static_cast<int>(split / column_splits) * Config::kInner;
+    // with an unknown zero: or the split, too, is kept to the end, where column0 is compared with 0
+    column0 = static_cast<int>(split % column_splits) * Config::kColumns + unknown_zero_but_sm_90();
+    inner0 = static_cast<int>(split / column_splits) * Config::kInner + unknown_zero_but_sm_90();
     index /= p.splits;
     piece = index % p.segments;
     head.place(p, index / p.segments, 0, p.outer);

@@ -167,11 +167,13 @@ struct Rows {
     static_assert(Tile::kWidth == Width, "the tile must be as wide as its rows");
     const Cursor c = cursor(t, head, span, column);
     if (all_whole(t, span, width)) {
+      const int zero = unknown_zero_but_sm_90();
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) {
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
-          store_16(c.place(pass, i, 16), *reinterpret_cast<const Word4*>(tile.packet(row(pass), packet(i))));
+          const unsigned char* from = tile.packet(row(pass) + zero, packet(i) + zero);
+          store_16(c.place(pass, i, 16), *reinterpret_cast<const Word4*>(from));
         }
       }
       return;

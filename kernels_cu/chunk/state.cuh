@@ -24,21 +24,25 @@ struct StateCells {
   using Acc = typename Config::Acc;
   using Cells = typename Products<Config>::State;
 
+  // f(cell, whether it exists, its address). One address steps from inner column to inner column: one for each of them would
+  // take the registers that the state is in.
   template <class F>
-  static LA_DEVICE void each(Cells& cells, const Params& p, int column0, int inner0, F f) {
+  static LA_DEVICE void each(Cells& cells, const Params& p, u64 kv, int column0, int inner0, F f) {
     const int columns = KeyFeatures ? p.e : p.d, inners = KeyFeatures ? p.d : p.e;
+    const int column = column0 + Products<Config>::first_column() + lane_row(), inner = inner0 + lane_column();
+    const i64 row = static_cast<i64>(p.e) * static_cast<i64>(sizeof(Acc)), one = sizeof(Acc);
+    const i64 column_step = KeyFeatures ? one : row, inner_step = KeyFeatures ? row : one;
+    u64 at = kv + static_cast<u64>(column * column_step + inner * inner_step);
 #pragma unroll
-    for (int n = 0; n < Config::kSlices; ++n) {
-      const int column = column0 + Products<Config>::first_column() + n * 8 + lane_row();
+    for (int k = 0; k < Config::kInner / 8; ++k) {
 #pragma unroll
-      for (int k = 0; k < Config::kInner / 8; ++k) {
+      for (int j = 0; j < 2; ++j) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int inner = inner0 + k * 8 + lane_column() + j;
-          const bool exists = column < columns && inner < inners;
-          const i64 index = KeyFeatures ? static_cast<i64>(inner) * p.e + column : static_cast<i64>(column) * p.e + inner;
-          f(cells[n][k].x[j], exists, index);
+        for (int n = 0; n < Config::kSlices; ++n) {
+          const bool exists = column + n * 8 < columns && inner + k * 8 + j < inners;
+          f(cells[n][k].x[j], exists, at + static_cast<u64>(n * 8 * column_step));
         }
+        at += static_cast<u64>(j == 0 ? inner_step : 7 * inner_step);
       }
     }
   }
@@ -69,11 +73,11 @@ struct StateCells {
   }
 
   static LA_DEVICE void read(Cells& cells, const Params& p, u64 kv, int column0) {
-    each(cells, p, column0, 0, [kv](Acc& x, bool exists, i64 index) { x = exists ? load_number<Acc>(kv, index) : Acc(0); });
+    each(cells, p, kv, column0, 0, [](Acc& x, bool exists, u64 at) { x = exists ? load_number<Acc>(at, 0) : Acc(0); });
   }
 
   static LA_DEVICE void write(Cells& cells, const Params& p, u64 kv, int column0, int inner0 = 0) {
-    each(cells, p, column0, inner0, [kv](Acc& x, bool exists, i64 index) { if (exists) store_number(kv, index, x); });
+    each(cells, p, kv, column0, inner0, [](Acc& x, bool exists, u64 at) { if (exists) store_number(at, 0, x); });
   }
 };
 

@@ -124,6 +124,7 @@ struct Work {
   // The sums of C's columns for the next turn, where the loaders do not take them; of g they are weighted with a.
   LA_DEVICE void add_column_sums(int copy) {
     Acc sum[Config::kSlices];
+    if constexpr (kGradQ) forget_shared();  // with two results it has most to keep
     P::sum_columns(sum, block.tile_c(copy));
     if ((lane_id() & 3) != 0) return;
     const Acc weight = kGradV ? scalar_a<Acc>(p) : Acc(1);

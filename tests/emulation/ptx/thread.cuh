@@ -73,6 +73,9 @@ inline i32 unknown_zero() {
   asm volatile("" : "+r"(zero));
   return zero;
 }
+inline i32 unknown_zero_but_sm_90() { return unknown_zero(); }
+inline void forget_shared() {}
+constexpr bool kFewRegisters = false;
 
 inline unsigned char* dynamic_shared() { return emulation::machine.shared; }
 
