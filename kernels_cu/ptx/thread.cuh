@@ -37,6 +37,10 @@ LA_DEVICE i32 unknown_zero() {
   return zero;
 }
 
+// Numbers that may differ from now on, as far as the compiler knows: what depends on them cannot be computed before this point.
+LA_DEVICE void pin(float (&x)[2]) { asm volatile("" : "+f"(x[0]), "+f"(x[1])); }
+LA_DEVICE void pin(double (&x)[2]) { asm volatile("" : "+d"(x[0]), "+d"(x[1])); }
+
 LA_DEVICE unsigned char* dynamic_shared() {
   extern __shared__ __align__(1024) unsigned char la_dynamic_shared[];
   return la_dynamic_shared;

@@ -74,6 +74,9 @@ inline i32 unknown_zero() {
   return zero;
 }
 
+template <class T>
+inline void pin(T (&)[2]) {}
+
 inline unsigned char* dynamic_shared() { return emulation::machine.shared; }
 
 }  // namespace ptx
