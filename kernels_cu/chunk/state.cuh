@@ -24,20 +24,33 @@ struct StateCells {
   using Acc = typename Config::Acc;
   using Cells = typename Products<Config>::State;
 
+  // Of a wide state a few cells at a time are on their way, with their addresses: all of them need more registers than there are.
+  static LA_DEVICE void pause(int k) {
+    if constexpr (Config::kInner > 128) {
+      if (k % 4 == 0) sync_warp();
+    }
+  }
+
+  // f(x, exists, index) for each element; one that does not exist has the index of another.
   template <class F>
   static LA_DEVICE void each(Cells& cells, const Params& p, int column0, int inner0, F f) {
     const int columns = KeyFeatures ? p.e : p.d, inners = KeyFeatures ? p.d : p.e;
+    // Not to be remembered from reading to writing.
+    inner0 += unknown_zero();
+    column0 += unknown_zero();
 #pragma unroll
-    for (int n = 0; n < Config::kSlices; ++n) {
-      const int column = column0 + Products<Config>::first_column() + n * 8 + lane_row();
+    for (int k = 0; k < Config::kInner / 8; ++k) {
+      pause(k);
 #pragma unroll
-      for (int k = 0; k < Config::kInner / 8; ++k) {
+      for (int n = 0; n < Config::kSlices; ++n) {
+        const int column = column0 + Products<Config>::first_column() + n * 8 + lane_row();
+        const int nearest = column < columns ? column : columns - 1;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const int inner = inner0 + k * 8 + lane_column() + j;
           const bool exists = column < columns && inner < inners;
-          const i64 index = KeyFeatures ? static_cast<i64>(inner) * p.e + column : static_cast<i64>(column) * p.e + inner;
-          f(cells[n][k].x[j], exists, index);
+          const i64 near = inner < inners ? inner : inners - 1;
+          f(cells[n][k].x[j], exists, KeyFeatures ? near * p.e + nearest : static_cast<i64>(nearest) * p.e + near);
         }
       }
     }
@@ -47,14 +60,16 @@ struct StateCells {
   static LA_DEVICE void shift_keys(Cells& cells, const Params& p, const Acc* v_sum, int column0, Acc offset) {
     static_assert(!KeyFeatures, "a warp's columns must be those of the keys");
 #pragma unroll
-    for (int n = 0; n < Config::kSlices; ++n) {
-      if (column0 + Products<Config>::first_column() + n * 8 + lane_row() >= p.d) continue;
+    for (int k = 0; k < Config::kInner / 8; ++k) {
+      pause(k);
 #pragma unroll
-      for (int k = 0; k < Config::kInner / 8; ++k) {
+      for (int n = 0; n < Config::kSlices; ++n) {
+        const bool exists = column0 + Products<Config>::first_column() + n * 8 + lane_row() < p.d;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           Acc& x = cells[n][k].x[j];
-          x = ptx::fma(-offset, v_sum[k * 8 + lane_column() + j], x);
+          const Acc shifted = ptx::fma(-offset, v_sum[k * 8 + lane_column() + j], x);
+          x = exists ? shifted : x;
         }
       }
     }
@@ -69,7 +84,10 @@ struct StateCells {
   }
 
   static LA_DEVICE void read(Cells& cells, const Params& p, u64 kv, int column0) {
-    each(cells, p, column0, 0, [kv](Acc& x, bool exists, i64 index) { x = exists ? load_number<Acc>(kv, index) : Acc(0); });
+    each(cells, p, column0, 0, [kv](Acc& x, bool exists, i64 index) {
+      const Acc there = load_number<Acc>(kv, index);
+      x = exists ? there : Acc(0);
+    });
   }
 
   static LA_DEVICE void write(Cells& cells, const Params& p, u64 kv, int column0, int inner0 = 0) {
