@@ -91,6 +91,7 @@ struct SweepConfig {
   static constexpr int kC = kB + (Causal ? InnerTile::bytes(Chunk) : 0);
   static constexpr int kX = kC + (Causal ? ColumnTile::bytes(Chunk) : 0);
   static constexpr int kTiles = kX + (Role::kThroughFeatures ? ColumnTile::bytes(Chunk) : 0);  // of one copy
+  static_assert(kTiles % InnerTile::bytes(1) == 0, "tiles must begin at a multiple of their rows' length");
   static constexpr int kStage = kCopies * kTiles;
   static constexpr int kWeights = kStage + 2 * ColumnTile::bytes(Chunk);
   static constexpr int kOnes = kWeights + (Causal ? WeightsTile::bytes(Chunk) : 0);  // of GradQ, see Products; then of RunningSums

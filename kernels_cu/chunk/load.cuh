@@ -76,10 +76,14 @@ struct Load {
       if (begins) put_a(now);
       fetch_x(x, now);
       if (begins) put_x(x, now);
+      a = InnerRows{};
+      x = ColumnRows{};
       fetch_b(now);
       put_b(now);
+      b = InnerRows{};
       fetch_c(now);
       put_c(now);
+      c = ColumnRows{};
     } else if (kCopyB) {  // the workers have more to do than the loaders, who may wait for X
       put_a(now);
       fetch_a(then);
@@ -254,10 +258,6 @@ struct Load {
     constexpr bool kDots = kSums && (kForward || kGradQ);
     typename R::Values first, second;
     if constexpr (kDots && kForward) first = R::columns_of(block.inner_sum(copy));
-    if constexpr (kDots && kGradQ) {
-      first = R::columns_of(block.centre(copy));
-      second = R::columns_of(block.rest(copy));
-    }
     typename R::Norms of_a;
     if constexpr (Role::kKeyFeatures) of_a = a.norms(p);
 #pragma unroll
@@ -274,6 +274,10 @@ struct Load {
       }
       R::store(block.tile_a(copy), v);
       Acc dots[R::kBatch];
+      if constexpr (kDots && kGradQ) {
+        first = R::columns_of(block.centre(copy));
+        second = R::columns_of(block.rest(copy));
+      }
       if constexpr (kDots) {
         R::dots(dots, v, &first, 0);
         R::store(block.numbers(copy, kFirst), batch, dots);

@@ -67,8 +67,24 @@ struct Products {
   // There is nothing to wait for.
   template <class Registers> static LA_DEVICE void open(Registers&) {}
   static LA_DEVICE void close() {}
-  static LA_DEVICE void hold(State&) {}
+  // A state that stays as it is would be split into operands ahead of the walk, and occupy its registers twice.
+  static LA_DEVICE void hold(State& state) {
+    if constexpr (Config::kInner > 128 && !Config::kCausal) {
+#pragma unroll
+      for (int n = 0; n < kSlices; ++n) {
+#pragma unroll
+        for (int k = 0; k < Config::kInner / 8; ++k) ptx::pin(state[n][k].x);
+      }
+    }
+  }
   template <int Left, class Registers> static LA_DEVICE void wait(Registers&) {}
+
+  // Operands of a wide product arrive 64 inner columns at a time: all at once they would occupy more registers than the state leaves.
+  static LA_DEVICE void pause(int inner) {
+    if constexpr (Config::kInner > 128) {
+      if (inner % 64 == 0) sync_warp();
+    }
+  }
 
   // Scores of 16 rows against `Blocks` blocks of 16 sources. A warp has every kGroups-th of them.
   template <int Blocks>
@@ -84,6 +100,7 @@ struct Products {
     w = {};
 #pragma unroll
     for (int k = 0; k < Config::kInner; k += kDepth) {
+      pause(k);
       Slice rows[2];
       Arith::load(rows, a(), m * 16, k);
 #pragma unroll
@@ -104,6 +121,7 @@ struct Products {
     if (Part != 0 || !begins) return;
 #pragma unroll
     for (int k = 0; k < Config::kInner / kDepth; ++k) {
+      pause(k * kDepth);
       Slice s[kSlices];
 #pragma unroll
       for (int n = 0; n < kSlices; ++n) {
@@ -208,6 +226,7 @@ struct Products {
     }
 #pragma unroll
     for (int inner = 0; inner < Config::kInner; inner += kWide) {
+      pause(inner);
       Cell<Acc> sum[kWide / 8][kSlices] = {};
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {

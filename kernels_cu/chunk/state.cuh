@@ -24,6 +24,13 @@ struct StateCells {
   using Acc = typename Config::Acc;
   using Cells = typename Products<Config>::State;
 
+  // Of a wide state a few cells at a time are on their way, with their addresses: all of them need more registers than there are.
+  static LA_DEVICE void pause(int k) {
+    if constexpr (Config::kInner > 128) {
+      if (k % 4 == 0) sync_warp();
+    }
+  }
+
   // f(cell, whether it exists, its address). One address steps from inner column to inner column: one for each of them would
   // take the registers that the state is in.
   template <class F>
@@ -35,6 +42,7 @@ struct StateCells {
     u64 at = kv + static_cast<u64>(column * column_step + inner * inner_step);
 #pragma unroll
     for (int k = 0; k < Config::kInner / 8; ++k) {
+      pause(k);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -51,14 +59,16 @@ struct StateCells {
   static LA_DEVICE void shift_keys(Cells& cells, const Params& p, const Acc* v_sum, int column0, Acc offset) {
     static_assert(!KeyFeatures, "a warp's columns must be those of the keys");
 #pragma unroll
-    for (int n = 0; n < Config::kSlices; ++n) {
-      if (column0 + Products<Config>::first_column() + n * 8 + lane_row() >= p.d) continue;
+    for (int k = 0; k < Config::kInner / 8; ++k) {
+      pause(k);
 #pragma unroll
-      for (int k = 0; k < Config::kInner / 8; ++k) {
+      for (int n = 0; n < Config::kSlices; ++n) {
+        const bool exists = column0 + Products<Config>::first_column() + n * 8 + lane_row() < p.d;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           Acc& x = cells[n][k].x[j];
-          x = ptx::fma(-offset, v_sum[k * 8 + lane_column() + j], x);
+          const Acc shifted = ptx::fma(-offset, v_sum[k * 8 + lane_column() + j], x);
+          x = exists ? shifted : x;
         }
       }
     }
@@ -73,7 +83,10 @@ struct StateCells {
   }
 
   static LA_DEVICE void read(Cells& cells, const Params& p, u64 kv, int column0) {
-    each(cells, p, kv, column0, 0, [](Acc& x, bool exists, u64 at) { x = exists ? load_number<Acc>(at, 0) : Acc(0); });
+    each(cells, p, kv, column0, 0, [kv](Acc& x, bool exists, u64 at) {
+      const Acc there = load_number<Acc>(exists ? at : kv, 0);  // without a branch, for which wide states lack registers
+      x = exists ? there : Acc(0);
+    });
   }
 
   static LA_DEVICE void write(Cells& cells, const Params& p, u64 kv, int column0, int inner0 = 0) {

@@ -62,6 +62,10 @@ LA_DEVICE T shuffle_from(T value, i32 lane) { return __shfl_sync(0xffffffffu, va
 
 LA_DEVICE bool warp_any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
 
+// Numbers that may differ from now on, as far as the compiler knows: what depends on them cannot be computed before this point.
+LA_DEVICE void pin(float (&x)[2]) { asm volatile("" : "+f"(x[0]), "+f"(x[1])); }
+LA_DEVICE void pin(double (&x)[2]) { asm volatile("" : "+d"(x[0]), "+d"(x[1])); }
+
 LA_DEVICE unsigned char* dynamic_shared() {
   extern __shared__ __align__(1024) unsigned char la_dynamic_shared[];
   return la_dynamic_shared;

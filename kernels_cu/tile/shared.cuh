@@ -31,10 +31,16 @@ struct SharedTile {
   }
 
   // packet(row + near_row, index + near), for a row that is a multiple of 8 and an index that shares no bit with `near`:
-  // what depends on the lane (near_row, near) is computed once, and one XOR is left for each (row, index).
+  // what depends on the lane (near_row, near) is computed once, and one XOR is left for each (row, index). Wide tiles have many
+  // of these, which would be kept in registers all along a loop if they did not follow from `base`, a multiple of kPitch.
   LA_DEVICE unsigned char* packet_near(int row, int index, int near_row, int near) const {
     const int twist = (near ^ swizzle(near_row)) * 16;
-    return base + near_row * kPitch + (twist ^ index * 16) + row * kPitch;
+    if constexpr (kWidth > 128) {
+      const int lane_part = static_cast<int>(base - dynamic_shared()) + near_row * kPitch + twist;
+      return dynamic_shared() + (lane_part ^ index * 16) + row * kPitch;
+    } else {
+      return base + near_row * kPitch + (twist ^ index * 16) + row * kPitch;
+    }
   }
 
   // This lane's place in the 8x8 block at (row, column), both multiples of 8. With g = lane / 4 and t = lane % 4,

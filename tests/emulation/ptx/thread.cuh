@@ -77,6 +77,9 @@ inline i32 unknown_zero_but_sm_90() { return unknown_zero(); }
 inline void forget_shared() {}
 constexpr bool kFewRegisters = false;
 
+template <class T>
+inline void pin(T (&)[2]) {}
+
 inline unsigned char* dynamic_shared() { return emulation::machine.shared; }
 
 }  // namespace ptx
