@@ -20,12 +20,13 @@ from cuda.bindings import nvrtc
 from la_cupy import compile as la_compile
 from la_cupy.kernels import WGMMA, Spec, SweepSpec
 
-SPILLS_OF_WIDE_SWEEPS = {"Bf16": 128, "Tf32": 384, "Tf32x3": 640, "F64": 4480}
+SPILLS_OF_WIDE_SWEEPS = {"Bf16": 64, "Tf32": 64, "Tf32x3": 64, "F64": 4480}
 SPILLS_OF_SWEEPS = {"sm_80": 64, "sm_89": 64, "sm_90a": 64, "sm_120": 256}
 """Bytes of spill stores and loads a thread, for those walks that may have any: they are here to go down.
 
-A walk with D or E over 128 keeps a state of 128 registers a thread; the first table has the worst of
-the four archs (112 bytes, then 348, 592 and 4376 with NVRTC 13), rounded up to a multiple of 128. The
+A walk with D or E over 128 keeps a state of 128 registers a thread, and most of them spill nothing. The
+first table is for the others: a few registers, mostly of causal ones and on sm_120, rounded up to a
+multiple of 64; and the loaders of float64 rows, rounded up from 4376 (NVRTC 13). The
 others are tiled to fit on sm_90a, where they were measured, and miss by a few registers elsewhere:
 float32 and float16 with 128 registers a thread, and on sm_120 bfloat16 too.
 """
