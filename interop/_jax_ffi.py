@@ -176,7 +176,9 @@ def register(target: str, platform: str, launcher: Launcher, capturable: bool) -
             text = frame.attributes.values[0].contents
             addresses = [*_addresses(frame.operands), *_addresses(frame.results)]
             launcher(ctypes.string_at(text.start, text.size), device, stream, addresses)
-        except Exception as error:  # noqa: BLE001  XLA's C++ calls this: nothing may pass through it
+        except BaseException as error:  # noqa: BLE001
+            # XLA's C++ calls this. What gets out, a KeyboardInterrupt too, ctypes prints, and
+            # returns whatever was in memory, which XLA would take for the address of an error.
             return _error(frame, error)
         return None
 
@@ -208,7 +210,7 @@ def _addresses(buffers: _Buffers) -> list[int]:
     return [buffers.buffers[i].contents.data or 0 for i in range(buffers.size)]
 
 
-def _error(frame: _CallFrame, error: Exception) -> int:
+def _error(frame: _CallFrame, error: BaseException) -> int:
     code = _INVALID_ARGUMENT if isinstance(error, (TypeError, ValueError)) else _INTERNAL
     message = f"{type(error).__name__}: {error}".encode()
     arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, message, code)

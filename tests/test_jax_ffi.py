@@ -233,16 +233,20 @@ def test_export(calls: list[Program]) -> None:
 # --- errors
 
 
-def test_what_a_launcher_raises_comes_out() -> None:
-    def broken(text: bytes, device: int, stream: int, addresses: list[int]) -> None:
-        raise RuntimeError("the launcher's own words")
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_what_a_launcher_raises_comes_out(kind: type[BaseException]) -> None:
+    """Ctrl-C, too, which must not get through to the C++ that calls the launcher."""
 
-    _jax_ffi.register("la_cupy_broken", "cpu", broken, capturable=False)
+    def broken(text: bytes, device: int, stream: int, addresses: list[int]) -> None:
+        raise kind("the launcher's own words")
+
+    target = f"la_cupy_broken_{kind.__name__}"
+    _jax_ffi.register(target, "cpu", broken, capturable=False)
     x = normal(3, 4)
     with emulated():
-        _jax_lowering.ROUTES["cpu"] = Route("la_cupy_broken", ROUTE.device, ROUTE.load)
+        _jax_lowering.ROUTES["cpu"] = Route(target, ROUTE.device, ROUTE.load)
         with pytest.raises(
-            jax.errors.JaxRuntimeError, match="RuntimeError: the launcher's own words"
+            jax.errors.JaxRuntimeError, match=f"{kind.__name__}: the launcher's own words"
         ):
             jax.jit(linear_attention)(x, x, x).block_until_ready()
 
