@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import re
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -249,6 +251,34 @@ def test_what_a_launcher_raises_comes_out(kind: type[BaseException]) -> None:
             jax.errors.JaxRuntimeError, match=f"{kind.__name__}: the launcher's own words"
         ):
             jax.jit(linear_attention)(x, x, x).block_until_ready()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_on_entry_comes_out() -> None:
+    """Ctrl-C while XLA's C++ runs is raised before the first line of the Python that it calls."""
+    _jax_ffi.register("la_cupy_interrupted", "cpu", lambda *_: None, capturable=False)
+    messages = []
+
+    def error_create(address: int) -> int:
+        arguments = _jax_ffi._ErrorArguments.from_address(address)
+        messages.append(arguments.message)
+        return 1234
+
+    def interrupt(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            raise KeyboardInterrupt
+
+    api = _jax_ffi._Api(error_create=_jax_ffi._Function(error_create))
+    frame = _jax_ffi._CallFrame(api=ctypes.pointer(api), stage=_jax_ffi._EXECUTE)
+    handler, address = _jax_ffi._registered[-1], ctypes.addressof(frame)
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        found = handler(address)
+    finally:
+        sys.settrace(before)
+    assert found == 1234
+    assert messages == [b"KeyboardInterrupt: the call was interrupted before it began"]
 
 
 def test_widths_that_no_kernel_takes(calls: list[Program]) -> None:
