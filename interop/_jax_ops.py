@@ -84,10 +84,10 @@ class Op:
 
     def bind(self, *operands: Array, call: Call) -> list[Array]:
         """The results; under shard_map all operands are first made to vary over the same axes."""
-        wanted = frozenset[str]().union(*map(_varying, operands))
+        wanted = varying(*operands)
         same = [
             jax.lax.pcast(x, tuple(sorted(more)), to="varying")
-            if (more := wanted - _varying(x))
+            if (more := wanted - varying(x))
             else x
             for x in operands
         ]
@@ -100,9 +100,9 @@ class Op:
         return problem_of(call, {name: Abstract.of(x) for name, x in named.items()})
 
 
-def _varying(x: Array) -> frozenset[str]:
-    names: frozenset[str] = jax.typeof(x).manual_axis_type.varying
-    return names
+def varying(*arrays: Array) -> frozenset[str]:
+    """The axes of a shard_map over which any of the arrays differs from device to device."""
+    return frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
 
 @dataclass(frozen=True)

@@ -216,8 +216,26 @@ def _by_kernels(
     options: Options, q: Any, k: Any, v: Any, initial_state: Any, return_state: bool
 ) -> tuple[Array, State | None, Array]:
     x, call = _checked(options, q, k, v, initial_state, return_state)
-    out, *state, den = _jax_ops.FORWARD.bind(*x, call=call)
-    return out, State(*state) if state else None, den
+    if return_state and not _jax_ops.varying(x[0]) <= _jax_ops.varying(*x[1:]):
+        # Inside shard_map, all results of one call vary over all that q does; a state must not.
+        state = _state_of_keys(_by_kernels, options, *x[:3], initial_state)
+        out, den = _jax_ops.FORWARD.bind(*x, call=dataclasses.replace(call, state=False))
+        return out, state, den
+    out, *parts, den = _jax_ops.FORWARD.bind(*x, call=call)
+    return out, State(*parts) if parts else None, den
+
+
+def _state_of_keys(
+    attend: Callable[..., tuple[Array, State | None, Array]],
+    options: Options,
+    q: Array,
+    k: Array,
+    v: Array,
+    initial_state: Any,
+) -> Any:
+    """The state after these keys, without a row of q; what is left of q is its type."""
+    no_rows = k[..., :0, :].astype(q.dtype)  # not q's own, whose heads may be on other devices
+    return attend(options, no_rows, k, v, initial_state, True)[1]
 
 
 def _by_xla(
@@ -253,8 +271,7 @@ def _over_devices(
     x, _ = _checked(options, q, k, v, initial_state, return_state)
     q, k, v, initial = x[0], x[1], x[2], State(*x[3:]) if x[3:] else None
     _jax_sequence.check_pieces(axis_name, options.causal, q.shape[-2], k.shape[-2])
-    no_rows = k[..., :0, :].astype(q.dtype)  # not q's, whose heads may be on other devices
-    own: Any = attend(options, no_rows, k, v, None, True)[1]
+    own = _state_of_keys(attend, options, q, k, v, None)
     before, final = _jax_sequence.exchange(own, axis_name, options.causal, initial, return_state)
     if not options.causal:  # every row sees the same keys, which are in the state
         k, v = k[..., :0, :], v[..., :0, :]

@@ -218,6 +218,38 @@ def test_shard_map_second_derivatives_and_forward_mode() -> None:
     assert_close(both(linear_attention, True), both(linear_attention_xla, False))
 
 
+@pytest.mark.parametrize("attention", [linear_attention, linear_attention_xla])
+def test_a_state_is_the_same_on_devices_that_share_keys(attention: Any) -> None:
+    """With q split, and k and v not: results, gradients, and the state as the carry of a scan."""
+    mesh = make_mesh(AxisType.Auto)
+    q, k, v = normal(4, 8, 4), normal(8, 4, seed=1), normal(8, 5, seed=2)
+    first = State(*(jnp.ones(shape) for shape in ((4, 5), (4,), (5,), ())))
+
+    def pieces(*x: Any) -> tuple[Array, State]:
+        def step(state: State, piece: Any) -> tuple[State, Array]:
+            out, state = attention(*piece, causal=True, initial_state=state, return_state=True)
+            return state, out
+
+        rows = [jnp.moveaxis(y.reshape(*y.shape[:-2], 2, 4, -1), -3, 0) for y in x[:3]]
+        state, outs = jax.lax.scan(step, x[3], rows)
+        return jnp.moveaxis(outs, 0, -3).reshape(*x[0].shape[:-2], 8, 5), state
+
+    def total(run: Any, *x: Any) -> Array:
+        out, state = run(*x)
+        return (out**2).sum() + 1e-2 * sum((part**2).sum() for part in state)
+
+    def results(run: Any) -> Any:
+        gradient = jax.grad(partial(total, run), argnums=(0, 1, 2, 3))
+        return jit(lambda *x: (run(*x), gradient(*x)))(q, k, v, first)
+
+    whole = results(partial(function, linear_attention_xla))
+    for run in (partial(function, attention), pieces):
+        split = jax.shard_map(
+            run, mesh=mesh, in_specs=(P("batch"), P(), P(), P()), out_specs=(P("batch"), P())
+        )
+        assert_close(results(split), whole)
+
+
 def test_wrong_out_specs_are_refused() -> None:
     mesh = make_mesh(AxisType.Auto)
     q, k = normal(4, 8, 4), normal(8, 4, seed=1)
