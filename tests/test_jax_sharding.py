@@ -133,6 +133,40 @@ def test_derivatives_of_what_is_sharded() -> None:
     assert_close(*results)
 
 
+EXPLICIT = {
+    "q": (P("batch", "head"), P(), P()),
+    "v": (P(), P(), P("batch", "head")),
+    "all": (P("batch"), P(None, "head"), P("batch")),
+}
+
+
+@pytest.mark.parametrize("split", EXPLICIT.values(), ids=EXPLICIT)
+def test_plain_derivatives_on_an_explicit_mesh(split: Any) -> None:
+    """What runs as plain JAX takes operands that are split differently."""
+    mesh = make_mesh(AxisType.Explicit)
+    x = [normal(4, 2, 6, 4, seed=i) for i in range(3)]
+    state = State(normal(4, 4, seed=3), normal(4, seed=4), normal(4, seed=5), jnp.asarray(30.0))
+
+    def results(*x: Array) -> Any:
+        along = partial(function, linear_attention, state=state)
+
+        def scaled(s: Array) -> Array:
+            return (along(x[0] * s, x[1], x[2] * s)[0] ** 3).sum()
+
+        def one(t: Array) -> Any:
+            return jax.jvp(along, x, (x[0] * t, x[1] * t, x[2]))
+
+        third = jax.grad(jax.hessian(scaled))
+        plain = function(linear_attention_xla, *x, state)
+        return plain, third(jnp.asarray(1.1)), jax.vmap(one)(jnp.arange(1.0, 3.0))
+
+    expected = jit(results)(*x)
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip(x, split, strict=True)]
+        found = jit(results)(*args)
+    assert_close(found, expected)
+
+
 def test_rows_that_are_split_are_put_together() -> None:
     """The one thing that needs a collective: N or M over devices."""
     mesh = make_mesh(AxisType.Auto)
