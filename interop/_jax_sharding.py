@@ -7,11 +7,12 @@ is split are summed over the devices along it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -32,6 +33,7 @@ def partitioned(op: Op, call: Call) -> Callable[..., list[Array]]:
         partition=partial(_partition, op, call),
         infer_sharding_from_operands=partial(_infer, op, call),
         sharding_rule=partial(_rule, op, call),
+        decode_shardings=False,  # JAX knows whole axes of the mesh only: see _factored
     )
     result: Callable[..., list[Array]] = function
     return result
@@ -66,6 +68,7 @@ def _all(op: Op, call: Call, operands: Any, results: Any) -> tuple[Any, Any, Any
 
 def _infer(op: Op, call: Call, mesh: Mesh, operands: Any, results: Any) -> Any:
     """How the results are split, from the operands; for GSPMD."""
+    mesh, operands = _factored(mesh, operands)
     names, _, shapes = _all(op, call, operands, results)
     split = split_of(names[: len(operands)], operands)
     specs = specs_of(names, shapes, split)[len(operands) :]
@@ -75,6 +78,7 @@ def _infer(op: Op, call: Call, mesh: Mesh, operands: Any, results: Any) -> Any:
 def _partition(op: Op, call: Call, mesh: Mesh, operands: Any, results: Any) -> Any:
     """The program of one device, and what part of each array it takes and makes."""
     names, types, shapes = _all(op, call, operands, results)
+    mesh, types = _factored(mesh, types)
     split = split_of(names, types)
     specs = specs_of(names, shapes, split)
     shardings = [NamedSharding(mesh, spec) for spec in specs]
@@ -91,6 +95,63 @@ def _partition(op: Op, call: Call, mesh: Mesh, operands: Any, results: Any) -> A
         ]
 
     return mesh, wide_as_given(one), shardings[count:], tuple(shardings[:count])
+
+
+def _factored(mesh: Mesh, types: Sequence[Any]) -> tuple[Mesh, list[Any]]:
+    """The mesh with axes of prime lengths, and the types with how they are split along these.
+
+    An array can be split along a part of an axis: (B, 8 heads) split over 8 devices, seen as
+    (B, 2, 4 heads), is split over 2 x 4. What does not fit these axes either counts as not split.
+    """
+    known = [x for x in types if x.sharding is not None]
+    if not known:
+        return mesh, list(types)
+    devices = list(_parts(known[0].sharding, len(known[0].shape)))  # in the program's order
+    lengths = [p for size in mesh.devices.shape or (len(devices),) for p in _primes(size)]
+    grid = np.array(devices).reshape(lengths)
+    factored = Mesh(grid, [f"part{i}" for i in range(len(lengths))])
+    return factored, [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_along(factored, x)) for x in types
+    ]
+
+
+def _primes(size: int) -> list[int]:
+    factors, p = [], 2
+    while size > 1:
+        while size % p == 0:
+            factors.append(p)
+            size //= p
+        p += 1
+    return factors
+
+
+def _along(mesh: Mesh, x: Any) -> NamedSharding:
+    """How x is split, by the names of this mesh's axes."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    if x.sharding is None:
+        return whole
+    rank = len(x.shape)
+    wanted = _parts(x.sharding, rank)
+    first = mesh.devices[(0,) * mesh.devices.ndim]
+    entries: list[Any] = [[] for _ in range(rank)]
+    for i, name in enumerate(mesh.axis_names):
+        second = mesh.devices[tuple(int(i == j) for j in range(mesh.devices.ndim))]
+        for entry, a, b in zip(entries, wanted[first], wanted[second], strict=True):
+            if a != b:
+                entry.append((b.start - (a.start or 0), name))
+    spec = PartitionSpec(*(tuple(name for _, name in sorted(e, reverse=True)) for e in entries))
+    try:
+        found = NamedSharding(mesh, spec)
+    except ValueError:  # one axis of the mesh along two of the array
+        return whole
+    return found if _parts(found, rank) == wanted else whole
+
+
+def _parts(sharding: Any, rank: int) -> dict[Any, tuple[slice, ...]]:
+    """Which part each device has, of an array of a shape that every number of parts divides."""
+    parts: dict[Any, tuple[slice, ...]]
+    parts = sharding.devices_indices_map((len(sharding.device_set),) * rank)
+    return parts
 
 
 def _missing(spec: PartitionSpec, split: Split) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ same program runs anywhere.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, Unpack, overload
 
@@ -21,6 +22,7 @@ from la_cupy.problem import Options, make_options
 from la_cupy.results import State
 
 from . import _jax_chunked, _jax_lowering, _jax_ops, _jax_sequence  # noqa: F401  lowering registers itself
+from ._jax_axes import names_of
 from ._jax_sequence import AxisName
 
 __all__ = ["dot_product_attention", "linear_attention", "linear_attention_xla"]
@@ -363,6 +365,10 @@ def dot_product_attention(
         )
     if dtype is not None:
         q, k, v = (x.astype(dtype) for x in (q, k, v))
+    repeats = _key_repeats(q, key_heads)
+    if repeats > 1:
+        k, v = (jnp.repeat(x, repeats, -2) for x in (k, v))
+        key_heads *= repeats
     grouped = heads != key_heads
     if grouped:
         q = q.reshape(*q.shape[:-2], key_heads, heads // key_heads, q.shape[-1])
@@ -373,6 +379,19 @@ def dot_product_attention(
     call = dataclasses.replace(call, heads=2 if grouped else 1)
     out = jnp.moveaxis(_jax_ops.FORWARD.bind(*x, call=call)[0], -2, rows)
     return out.reshape(*query.shape[:-1], out.shape[-1])
+
+
+def _key_repeats(query: Array, key_heads: int) -> int:
+    """How often a head of key and value must be there for each device to have whole groups.
+
+    Only an explicit axis of the mesh is seen here, and only along one does JAX refuse to cut the
+    heads into groups: 6 on 3, over 2 devices.
+    """
+    if key_heads == 1:
+        return 1  # one group, which may lie on several devices
+    sharding = jax.typeof(query).sharding
+    parts = math.prod(sharding.mesh.shape[name] for name in names_of(sharding.spec[-2]))
+    return parts // math.gcd(parts, key_heads)
 
 
 _PRECISIONS = {

@@ -16,7 +16,11 @@ jnp = pytest.importorskip("jax.numpy")
 import jax_cases
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from la_cupy.interop.jax import linear_attention, linear_attention_xla
+from la_cupy.interop.jax import (
+    dot_product_attention,
+    linear_attention,
+    linear_attention_xla,
+)
 
 from la_cupy import State
 
@@ -186,6 +190,56 @@ def test_batches_that_do_not_divide() -> None:
     found = jit(jax.grad(partial(program, linear_attention), argnums=(0, 1, 2)))(*x)
     plain = jax.grad(lambda *y: (linear_attention_xla(*y) ** 2).sum(), argnums=(0, 1, 2))
     assert_close(found, jit(plain)(*x))
+
+
+# --- heads in groups, split over devices
+
+
+def heads_mesh(kind: Any, devices: int) -> Any:
+    make_mesh(kind)  # skips where there are not eight
+    return jax.make_mesh((devices,), ("h",), axis_types=(kind,), devices=jax.devices()[:devices])
+
+
+def value_and_gradient(attention: Any) -> Any:
+    every = (0, 1, 2)
+    gradient = jax.grad(lambda *x: (attention(*x) ** 2).sum(), argnums=every)
+    return lambda *x: (attention(*x), gradient(*x))
+
+
+GROUPS = [(8, 8, 2), (2, 6, 3), (4, 4, 2), (2, 4, 1)]  # devices, heads of query, of key and value
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+def test_query_heads_are_split_within_a_group(groups: Any, kind: Any) -> None:
+    """(B, T, N, H) split along N: part of a mesh axis falls to the groups, part to their heads."""
+    devices, heads, key_heads = groups
+    mesh = heads_mesh(kind, devices)
+    q, k, v = (normal(2, 6, n, 4, seed=n + i) for i, n in enumerate((heads, key_heads, key_heads)))
+    expected = jit(value_and_gradient(dot_product_attention))(q, k, v)
+    with jax.set_mesh(mesh):
+        args = jax.device_put((q, k, v), NamedSharding(mesh, P()))
+        args = (jax.device_put(q, NamedSharding(mesh, P(None, None, "h"))), *args[1:])
+        found = jit(value_and_gradient(dot_product_attention))(*args)
+        text = jit(dot_product_attention).lower(*args).compile().as_text()
+    assert_close(found, expected)
+    gathered = (groups, kind) == ((2, 6, 3), AxisType.Auto)  # neither 3 nor 2 are split over 2
+    assert set(re.findall(COLLECTIVES, text)) == ({"all-gather"} if gathered else set())
+
+
+def test_an_axis_of_the_mesh_that_is_split_over_two_axes() -> None:
+    """8 of 8 devices, reshaped to 2 x 4: each is split along a part of the axis."""
+    mesh = heads_mesh(AxisType.Auto, 8)
+    x = [normal(8, 6, 4, seed=i) for i in range(3)]
+
+    def program(*x: Array) -> Array:
+        return linear_attention(*(y.reshape(2, 4, 6, 4) for y in x)).reshape(8, 6, 4)
+
+    args = [jax.device_put(y, NamedSharding(mesh, P("h"))) for y in x]
+    run = jit(value_and_gradient(program))
+    assert_close(run(*args), run(*x))
+    text = run.lower(*args).compile().as_text()
+    assert not re.findall(COLLECTIVES, text)
 
 
 # --- shard_map
