@@ -206,7 +206,7 @@ def _guarded(handler: Callable[[int], int | None]) -> Any:
         frame = _CallFrame.from_address(arguments[0])
         return _error(frame, KeyboardInterrupt("the call was interrupted before it began"))
 
-    guarded = ctypes.PYFUNCTYPE(None, c_void_p)(noting)
+    guarded: Any = ctypes.PYFUNCTYPE(None, c_void_p)(noting)
     guarded.errcheck = result
     return guarded
 

@@ -139,11 +139,10 @@ def _along(mesh: Mesh, x: Any) -> NamedSharding:
         for entry, a, b in zip(entries, wanted[first], wanted[second], strict=True):
             if a != b:
                 entry.append((b.start - (a.start or 0), name))
-    spec = PartitionSpec(*(tuple(name for _, name in sorted(e, reverse=True)) for e in entries))
-    try:
-        found = NamedSharding(mesh, spec)
-    except ValueError:  # one axis of the mesh along two of the array
+    along = [tuple(name for _, name in sorted(e, reverse=True)) for e in entries]
+    if sum(map(len, along)) > len(set().union(*along)):  # one axis of the mesh along two of x's
         return whole
+    found = NamedSharding(mesh, PartitionSpec(*along))
     return found if _parts(found, rank) == wanted else whole
 
 

@@ -220,7 +220,7 @@ def _by_kernels(
     x, call = _checked(options, q, k, v, initial_state, return_state)
     if return_state and not _jax_ops.varying(x[0]) <= _jax_ops.varying(*x[1:]):
         # Inside shard_map, all results of one call vary over all that q does; a state must not.
-        state = _state_of_keys(_by_kernels, options, *x[:3], initial_state)
+        state = _state_of_keys(_by_kernels, options, x[0], x[1], x[2], initial_state)
         out, den = _jax_ops.FORWARD.bind(*x, call=dataclasses.replace(call, state=False))
         return out, state, den
     out, *parts, den = _jax_ops.FORWARD.bind(*x, call=call)
@@ -390,7 +390,7 @@ def _key_repeats(query: Array, key_heads: int) -> int:
     if key_heads == 1:
         return 1  # one group, which may lie on several devices
     sharding = jax.typeof(query).sharding
-    parts = math.prod(sharding.mesh.shape[name] for name in names_of(sharding.spec[-2]))
+    parts: int = math.prod(sharding.mesh.shape[name] for name in names_of(sharding.spec[-2]))
     return parts // math.gcd(parts, key_heads)
 
 

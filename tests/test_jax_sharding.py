@@ -227,19 +227,22 @@ def test_query_heads_are_split_within_a_group(groups: Any, kind: Any) -> None:
     assert set(re.findall(COLLECTIVES, text)) == ({"all-gather"} if gathered else set())
 
 
-def test_an_axis_of_the_mesh_that_is_split_over_two_axes() -> None:
-    """8 of 8 devices, reshaped to 2 x 4: each is split along a part of the axis."""
-    mesh = heads_mesh(AxisType.Auto, 8)
-    x = [normal(8, 6, 4, seed=i) for i in range(3)]
+@pytest.mark.parametrize("lead", [(2, 4), (4, 2), (2, 3), (3, 2)], ids=str)
+def test_an_axis_of_the_mesh_that_is_split_over_two_axes(lead: tuple[int, int]) -> None:
+    """8 on 8 devices, reshaped to 2 x 4: each is split along a part of the axis."""
+    heads = lead[0] * lead[1]
+    mesh = heads_mesh(AxisType.Auto, heads)
+    x = [normal(heads, 6, 4, seed=i) for i in range(3)]
 
     def program(*x: Array) -> Array:
-        return linear_attention(*(y.reshape(2, 4, 6, 4) for y in x)).reshape(8, 6, 4)
+        return linear_attention(*(y.reshape(*lead, 6, 4) for y in x)).reshape(heads, 6, 4)
 
     args = [jax.device_put(y, NamedSharding(mesh, P("h"))) for y in x]
     run = jit(value_and_gradient(program))
     assert_close(run(*args), run(*x))
     text = run.lower(*args).compile().as_text()
-    assert not re.findall(COLLECTIVES, text)
+    if lead != (3, 2):  # the parts of 6 are taken as 2 x 3
+        assert not re.findall(COLLECTIVES, text)
 
 
 # --- shard_map
