@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from la_cupy import checks
+from la_cupy import checks, dtypes
 from la_cupy.api import OperatorOptions
 from la_cupy.problem import Options, make_options
 from la_cupy.results import State
@@ -308,7 +308,8 @@ def dot_product_attention(
     Parameters
     ----------
     query, key, value : jax.Array
-        ``([B,] T, N, H)``, ``([B,] S, K, H)`` and ``([B,] S, K, Hv)``; N is a multiple of K.
+        ``([B,] T, N, H)``, ``([B,] S, K, H)`` and ``([B,] S, K, Hv)``; N is a multiple of K, and
+        B broadcasts.
     is_causal : bool
         Row i sees the keys j <= i; needs T = S.
     a, b, qk_norm, feature_map, normalize
@@ -336,35 +337,14 @@ def dot_product_attention(
         An argument that linear attention cannot honour; as `linear_attention`.
     """
     _refuse(bias=bias, mask=mask, **unused)
-    if dropout_rate and not deterministic:
-        raise ValueError(
-            f"dropout_rate is {dropout_rate}, but linear attention forms no weights to drop: "
-            f"pass 0, or deterministic=True"
-        )
-    options = make_options(
-        is_causal, a, b, qk_norm, feature_map, normalize, _PRECISIONS.get(precision, precision)
-    )
+    _refuse_dropout(dropout_rate, deterministic)
+    causal = checks.flag("is_causal", is_causal)
+    options = make_options(causal, a, b, qk_norm, feature_map, normalize, _precision(precision))
     q, k, v = (_as_jax(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        if x.ndim < 3 or x.ndim != q.ndim:
-            raise ValueError(
-                f"{name} has shape {x.shape}, but query, key and value need the axes "
-                f"([B,] T, N, H), ([B,] S, K, H) and ([B,] S, K, Hv)"
-            )
-    if options.causal and q.shape[-3] != k.shape[-3]:
-        raise ValueError(
-            f"is_causal needs as many keys as queries, but there are {k.shape[-3]} and "
-            f"{q.shape[-3]}, which JAX aligns at the first row and la_cupy at the last: call "
-            f"linear_attention, whose causal=True is aligned at the last"
-        )
-    heads, key_heads = q.shape[-2], k.shape[-2]
-    if key_heads != v.shape[-2] or (heads and not key_heads) or (key_heads and heads % key_heads):
-        raise ValueError(
-            f"query has {heads} heads, key {key_heads} and value {v.shape[-2]}, but key and value "
-            f"need equally many, and query a multiple of that"
-        )
     if dtype is not None:
         q, k, v = (x.astype(dtype) for x in (q, k, v))
+    _check_heads(q, k, v, causal)
+    heads, key_heads = q.shape[-2], k.shape[-2]
     repeats = _key_repeats(q, key_heads)
     if repeats > 1:
         k, v = (jnp.repeat(x, repeats, -2) for x in (k, v))
@@ -378,7 +358,50 @@ def dot_product_attention(
     x, call = _checked(options, q, k, v, None, False)
     call = dataclasses.replace(call, heads=2 if grouped else 1)
     out = jnp.moveaxis(_jax_ops.FORWARD.bind(*x, call=call)[0], -2, rows)
-    return out.reshape(*query.shape[:-1], out.shape[-1])
+    return out.reshape(*out.shape[:-3], heads, out.shape[-1]) if grouped else out
+
+
+def _check_heads(query: Array, key: Array, value: Array, causal: bool) -> None:
+    """Types and shapes, by the names and in the layout of dot_product_attention."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        checks.dtype(name, x)
+        if x.ndim < 3 or x.ndim != query.ndim:
+            raise ValueError(
+                f"{name} has shape {x.shape}, but query, key and value need the axes "
+                f"([B,] T, N, H), ([B,] S, K, H) and ([B,] S, K, Hv)"
+            )
+        checks.min_ndim(name, x, "N, H")
+    leads = [x.shape[:-3] for x in (query, key, value)]
+    try:
+        np.broadcast_shapes(*leads)
+    except ValueError:
+        raise ValueError(
+            f"the leading axes of query {leads[0]}, key {leads[1]} and value {leads[2]} do not "
+            f"broadcast: equal them, or give the axis to broadcast over extent 1"
+        ) from None
+    (rows, heads, width), (keys, key_heads, key_width) = query.shape[-3:], key.shape[-3:]
+    values, value_heads = value.shape[-3:-1]
+    if width != key_width:
+        raise ValueError(
+            f"query has H = {width} in its last axis and key has H = {key_width}, but they must "
+            f"be equal: query is ([B,] T, N, H), key is ([B,] S, K, H)"
+        )
+    if keys != values:
+        raise ValueError(
+            f"key has {keys} rows and value has {values}, but each key needs one value: "
+            f"key is ([B,] S, K, H), value is ([B,] S, K, Hv)"
+        )
+    if causal and rows != keys:
+        raise ValueError(
+            f"is_causal needs as many keys as queries, but there are {keys} and {rows}, which JAX "
+            f"aligns at the first row and la_cupy at the last: call linear_attention, whose "
+            f"causal=True is aligned at the last"
+        )
+    if key_heads != value_heads or (heads and not key_heads) or (key_heads and heads % key_heads):
+        raise ValueError(
+            f"query has {heads} heads, key {key_heads} and value {value_heads}, but key and value "
+            f"need equally many, and query a multiple of that"
+        )
 
 
 def _key_repeats(query: Array, key_heads: int) -> int:
@@ -400,6 +423,14 @@ _PRECISIONS = {
     jax.lax.Precision.HIGH: "tf32",
     jax.lax.Precision.DEFAULT: "tf32",
 }
+
+
+def _precision(given: Any) -> Any:
+    """la_cupy's name of JAX's precision; anything else as it is, for make_options to judge."""
+    of_jax = given is None or isinstance(given, jax.lax.Precision)
+    return _PRECISIONS[given] if of_jax else given
+
+
 _WITHOUT_EFFECT = ("dropout_rng", "broadcast_dropout", "implementation", "promote_dtype")
 _IMPOSSIBLE = {
     "bias": "linear attention has no logits to add it to",
@@ -411,6 +442,21 @@ _IMPOSSIBLE = {
     "return_residual": "linear attention has no softmax",
     "module": "linear attention forms no weights to sow",
 }
+
+
+def _refuse_dropout(rate: Any, deterministic: Any) -> None:
+    try:
+        dropped = bool(not deterministic and rate)
+    except jax.errors.TracerBoolConversionError as error:
+        raise TypeError(
+            "dropout_rate or deterministic is traced, but both must be known when a program is "
+            "traced: pass Python numbers, or make them static arguments of jax.jit"
+        ) from error
+    if dropped:
+        raise ValueError(
+            f"dropout_rate is {rate}, but linear attention forms no weights to drop: "
+            f"pass 0, or deterministic=True"
+        )
 
 
 def _refuse(**arguments: Any) -> None:
@@ -437,6 +483,11 @@ def _checked(
 
 def _as_jax(name: str, x: Any) -> Array:
     if isinstance(x, jax.Array):  # tracers are, too
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # of which NumPy knows nothing
+            raise TypeError(
+                f"{name} has dtype {x.dtype}, but must be one of {', '.join(dtypes.NAMES)}: "
+                f"draw numbers with a key first, as by jax.random.normal"
+            )
         return x
     if type(x) is np.ndarray or isinstance(x, np.generic):
         checks.dtype(name, x)

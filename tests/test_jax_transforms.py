@@ -419,6 +419,13 @@ def test_what_is_no_array_is_refused() -> None:
             linear_attention(x, wrong, x)
 
 
+def test_keys_of_random_numbers_are_refused() -> None:
+    x, key = normal(3, 4), jax.random.key(0)
+    for attention in (linear_attention, linear_attention_xla):
+        with pytest.raises(TypeError, match="q has dtype key<fry>, but must be one of float16"):
+            attention(key, x, x)
+
+
 def test_options_are_no_tracers() -> None:
     x = normal(3, 4)
     with pytest.raises(TypeError, match="a is a .*Tracer, but must be a real number"):
