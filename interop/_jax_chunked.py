@@ -209,7 +209,10 @@ def _unit(x: Array) -> Array:
     x = x * jnp.ldexp(jnp.ones_like(size), -exponent)
     squares = jnp.sum(x * x, -1, keepdims=True)
     zero = squares == 0  # where the root has no slope
-    return jnp.where(zero, 0, x / jnp.sqrt(jnp.where(zero, 1, squares)))
+    root = jnp.sqrt(jnp.where(zero, 1, squares))
+    # The second `where` keeps XLA from making x / sqrt(y) into x * rsqrt(y), so that a row of width
+    # 1 becomes exactly +-1, and weights of 1 - 1 exactly 0.
+    return jnp.where(zero, 0, x / jnp.where(zero, 1, root))
 
 
 def _elu1(y: Array) -> Array:

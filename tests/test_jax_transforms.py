@@ -357,6 +357,17 @@ def test_exact_zeros() -> None:
             assert all((g == 0).all() for g in pulled(q, k, v))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_weights_of_width_one_are_exact(dtype: str) -> None:
+    """q~ and k~ are +-1, so that den counts the keys of q's sign twice and the others not at all."""
+    q, k, v = (normal(300, 1, seed=i, dtype=dtype) for i in range(3))
+    expected = 2 * ((q > 0) == (k > 0).T).sum(1)
+    _, den = linear_attention(q, k, v, return_normalizer=True)
+    assert (den == expected).all()
+    out = linear_attention(jnp.abs(q), -jnp.abs(k), v, causal=True)
+    assert (out == 0).all()
+
+
 @pytest.mark.parametrize("constant", [1.0, 1024.0])
 def test_a_constant_in_v_changes_neither_dq_nor_dk(constant: float) -> None:
     q, k, v = (normal(2, 300, 8, seed=i, dtype=np.float32) for i in range(3))
