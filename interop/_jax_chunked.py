@@ -61,7 +61,7 @@ def attention(
         total, rows = walk.run(total, (blind, n), (ahead, m))
         pieces.append(rows)
     out, den = (
-        jnp.concatenate(parts, axis) for parts, axis in zip(_t(pieces), (-2, -1), strict=True)
+        jnp.concatenate(parts, axis) for parts, axis in zip(_unzip(pieces), (-2, -1), strict=True)
     )
     total = walk.shift(total, 1)
     state = State(
@@ -70,7 +70,7 @@ def attention(
     return out, state if want_state else None, den
 
 
-def _t(pairs: list[tuple[Array, Array]]) -> tuple[list[Array], list[Array]]:
+def _unzip(pairs: list[tuple[Array, Array]]) -> tuple[list[Array], list[Array]]:
     return [first for first, _ in pairs], [second for _, second in pairs]
 
 

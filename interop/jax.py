@@ -21,7 +21,14 @@ from la_cupy.api import OperatorOptions
 from la_cupy.problem import Options, make_options
 from la_cupy.results import State
 
-from . import _jax_chunked, _jax_lowering, _jax_ops, _jax_sequence  # noqa: F401  lowering registers itself
+from . import (  # noqa: F401  rules of the primitives register themselves
+    _jax_batch,
+    _jax_chunked,
+    _jax_derivatives,
+    _jax_lowering,
+    _jax_ops,
+    _jax_sequence,
+)
 from ._jax_axes import names_of
 from ._jax_sequence import AxisName
 
