@@ -107,7 +107,8 @@ def _factored(mesh: Mesh, types: Sequence[Any]) -> tuple[Mesh, list[Any]]:
     if not known:
         return mesh, list(types)
     devices = list(_parts(known[0].sharding, len(known[0].shape)))  # in the program's order
-    lengths = [p for size in mesh.devices.shape or (len(devices),) for p in _primes(size)]
+    sizes = mesh.devices.shape if mesh.size == len(devices) else (len(devices),)
+    lengths = [p for size in sizes for p in _primes(size)]
     grid = np.array(devices).reshape(lengths)
     factored = Mesh(grid, [f"part{i}" for i in range(len(lengths))])
     return factored, [
