@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ._jax_axes import Split, extents, lead_axes, names_of, specs_of, split_of
 from ._jax_ops import BACKWARD, CURVATURE, Call, Op, wide_as_given
@@ -85,6 +85,11 @@ def _partition(op: Op, call: Call, mesh: Mesh, operands: Any, results: Any) -> A
     count = len(operands)
 
     def one(*parts: Array) -> list[Array]:
+        # JAX 0.11 would ask for the sharding of every value along the caller's explicit axes
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return of_parts(*parts)
+
+    def of_parts(*parts: Array) -> list[Array]:
         if op not in (BACKWARD, CURVATURE):
             return op.bind(*parts, call=call)
         parts = _count_dstate_once(op, call, parts, operands, split)
