@@ -168,8 +168,13 @@ def _function(call: Call) -> Callable[..., list[Array]]:
 
 
 def _gradient(call: Call, c: Arrays) -> Callable[..., list[Array]]:
-    """x -> F'(x)^T c."""
-    return lambda *x: list(jax.vjp(_function(call), *x)[1](list(c)))
+    """x -> F'(x)^T c; what is empty adds nothing, and XLA of JAX 0.11 crashes on it in shard_map."""
+    function = _function(call)
+
+    def some(*x: Array) -> list[Array]:
+        return [y for y, d in zip(function(*x), c, strict=True) if d.size]
+
+    return lambda *x: list(jax.vjp(some, *x)[1]([d for d in c if d.size]))
 
 
 def _derivative(function: Callable[..., list[Array]], call: Call, x: Arrays, t: Arrays) -> Arrays:
