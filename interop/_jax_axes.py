@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax.sharding import NamedSharding, PartitionSpec
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, reshard
 
 Axis = int  # a leading axis, counted from the last one: 0, 1, ...
 Split = dict[Axis, tuple[str, ...]]  # names of the mesh's axes along which it is split
@@ -79,3 +80,13 @@ def specs_of(names: Sequence[str], shapes: Sequence[Sequence[int]], split: Split
         entries = [split.get(axis) if size == extent[axis] else None for axis, size in lead]
         specs.append(PartitionSpec(*entries, *(None,) * core_axes(name)))
     return specs
+
+
+def alike(**named: Any) -> list[Any]:
+    """The arrays, split alike along explicit axes of the mesh, which JAX wants of a product's."""
+    types = [jax.typeof(x) for x in named.values()]
+    specs = specs_of(list(named), [x.shape for x in types], split_of(list(named), types))
+    return [
+        x if tuple(spec) == tuple(t.sharding.spec) else reshard(x, spec)
+        for x, t, spec in zip(named.values(), types, specs, strict=True)
+    ]

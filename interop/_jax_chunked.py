@@ -28,6 +28,8 @@ from la_cupy import dtypes
 from la_cupy.problem import Options
 from la_cupy.results import State
 
+from ._jax_axes import alike
+
 Array = Any
 CHUNK = 128  # rows and keys of a causal step
 LONG_CHUNK = 512  # rows or keys of a step without weights
@@ -41,9 +43,11 @@ def attention(
     Where nothing is added up, zeros are made of the arguments: inside shard_map they then count as
     different from device to device, like every other result.
     """
+    parts = {} if initial is None else {f"state.{f}": x for f, x in initial._asdict().items()}
+    q, k, v, *initial_parts = alike(q=q, k=k, v=v, **parts)
     n, m, causal = q.shape[-2], k.shape[-2], options.causal
     walk = _Walk(q, k, v, options)
-    total = walk.initial(initial)
+    total = walk.initial(initial_parts)
     ahead, blind = max(m - n, 0), max(n - m, 0)  # keys that all rows see, rows that see no key
     pieces = []
     if not causal:
@@ -57,7 +61,7 @@ def attention(
         total, rows = walk.run(total, (blind, n), (ahead, m))
         pieces.append(rows)
     out, den = (
-        jnp.concatenate(parts, axis) for parts, axis in zip(_t(pieces), (-2, -1), strict=True)
+        jnp.concatenate(parts, axis) for parts, axis in zip(_unzip(pieces), (-2, -1), strict=True)
     )
     total = walk.shift(total, 1)
     state = State(
@@ -66,7 +70,7 @@ def attention(
     return out, state if want_state else None, den
 
 
-def _t(pairs: list[tuple[Array, Array]]) -> tuple[list[Array], list[Array]]:
+def _unzip(pairs: list[tuple[Array, Array]]) -> tuple[list[Array], list[Array]]:
     return [first for first, _ in pairs], [second for _, second in pairs]
 
 
@@ -86,10 +90,10 @@ class _Walk:
             mean = jnp.mean(v.astype(self.dtype), -2, keepdims=True)
             self.centre = _with_column(lax.stop_gradient(mean), 0.0)
 
-    def initial(self, state: State | None) -> Array:
+    def initial(self, state: list[Array]) -> Array:
         """S before all keys, with all leading axes that it will have."""
         _, k, v = self.arrays
-        if state is None:
+        if not state:
             columns = jnp.swapaxes(k[..., :0, :], -2, -1).astype(self.dtype)
             none = columns @ v[..., :0, :].astype(self.dtype)  # zeros
             return jnp.pad(none, [(0, 0)] * (none.ndim - 2) + [(0, 1), (0, 1)])
@@ -99,7 +103,8 @@ class _Walk:
         lead = np.broadcast_shapes(lead, *(x.shape[:-2] for x in matrices))
         kv, k_sum, v_sum, count = (jnp.broadcast_to(x, lead + x.shape[-2:]) for x in matrices)
         top, bottom = (jnp.concatenate(row, -1) for row in ((kv, k_sum), (v_sum, count)))
-        return self.shift(jnp.concatenate((top, bottom), -2), -1)
+        _, _, total = alike(k=k, v=v, **{"state.kv": jnp.concatenate((top, bottom), -2)})
+        return self.shift(total, -1)
 
     def shift(self, total: Array, sign: int) -> Array:
         """S for values to which c is added, or from which it is taken."""
@@ -204,7 +209,10 @@ def _unit(x: Array) -> Array:
     x = x * jnp.ldexp(jnp.ones_like(size), -exponent)
     squares = jnp.sum(x * x, -1, keepdims=True)
     zero = squares == 0  # where the root has no slope
-    return jnp.where(zero, 0, x / jnp.sqrt(jnp.where(zero, 1, squares)))
+    root = jnp.sqrt(jnp.where(zero, 1, squares))
+    # The second `where` keeps XLA from making x / sqrt(y) into x * rsqrt(y), so that a row of width
+    # 1 becomes exactly +-1, and weights of 1 - 1 exactly 0.
+    return jnp.where(zero, 0, x / jnp.where(zero, 1, root))
 
 
 def _elu1(y: Array) -> Array:

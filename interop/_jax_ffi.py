@@ -8,6 +8,7 @@ the addresses of operands and results; what it raises comes out of the program a
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from ctypes import (
     POINTER,
@@ -164,25 +165,50 @@ def register(target: str, platform: str, launcher: Launcher, capturable: bool) -
     """
     on_device = platform != "cpu"
 
+    def work(frame: _CallFrame) -> None:
+        device, stream = _place(frame) if on_device else (0, 0)
+        text = frame.attributes.values[0].contents
+        addresses = [*_addresses(frame.operands), *_addresses(frame.results)]
+        launcher(ctypes.string_at(text.start, text.size), device, stream, addresses)
+
     def handler(address: int) -> int | None:
         frame = _CallFrame.from_address(address)
         if frame.extension_start and frame.extension_start.contents.type == _METADATA:
             _describe(frame, capturable)
-            return None
-        if frame.stage != _EXECUTE:
-            return None
-        try:
-            device, stream = _place(frame) if on_device else (0, 0)
-            text = frame.attributes.values[0].contents
-            addresses = [*_addresses(frame.operands), *_addresses(frame.results)]
-            launcher(ctypes.string_at(text.start, text.size), device, stream, addresses)
-        except Exception as error:  # noqa: BLE001  XLA's C++ calls this: nothing may pass through it
-            return _error(frame, error)
+        elif frame.stage == _EXECUTE:
+            try:
+                work(frame)
+            except BaseException as error:  # noqa: BLE001  XLA's C++ calls this
+                return _error(frame, error)
         return None
 
-    function = _Function(handler)
+    function = _Function(_guarded(handler))
     _registered.append(function)
     jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform=platform)
+
+
+def _guarded(handler: Callable[[int], int | None]) -> Any:
+    """`handler`, whose result is an error's address even if it is interrupted before its first line.
+
+    A Ctrl-C during XLA's C++ is raised as soon as Python runs again: on entry to the handler, out
+    of reach of its `try`. ctypes would return to XLA whatever was in memory then. So the handler
+    is called by ctypes, through a function without a result; that it got to its end is noted here.
+    """
+    results: dict[int, int | None] = {}  # by thread
+
+    def noting(address: int) -> None:
+        results[threading.get_ident()] = handler(address)
+
+    def result(_: None, __: Any, arguments: tuple[int]) -> int | None:
+        thread = threading.get_ident()
+        if thread in results:
+            return results.pop(thread)
+        frame = _CallFrame.from_address(arguments[0])
+        return _error(frame, KeyboardInterrupt("the call was interrupted before it began"))
+
+    guarded: Any = ctypes.PYFUNCTYPE(None, c_void_p)(noting)
+    guarded.errcheck = result
+    return guarded
 
 
 def _describe(frame: _CallFrame, capturable: bool) -> None:
@@ -208,7 +234,7 @@ def _addresses(buffers: _Buffers) -> list[int]:
     return [buffers.buffers[i].contents.data or 0 for i in range(buffers.size)]
 
 
-def _error(frame: _CallFrame, error: Exception) -> int:
+def _error(frame: _CallFrame, error: BaseException) -> int:
     code = _INVALID_ARGUMENT if isinstance(error, (TypeError, ValueError)) else _INTERNAL
     message = f"{type(error).__name__}: {error}".encode()
     arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, message, code)

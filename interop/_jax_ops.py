@@ -16,15 +16,13 @@ function of x that is kept, not as an operand: it has no derivative of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding, PartitionSpec
 
 from la_cupy import dtypes
@@ -32,7 +30,7 @@ from la_cupy.problem import Options, Problem, backward_problem, forward_problem
 from la_cupy.results import State
 
 from . import _jax_chunked as chunked
-from ._jax_axes import core_axes, specs_of, split_of
+from ._jax_axes import specs_of, split_of
 
 Array = Any
 Arrays = Sequence[Array]
@@ -84,10 +82,10 @@ class Op:
 
     def bind(self, *operands: Array, call: Call) -> list[Array]:
         """The results; under shard_map all operands are first made to vary over the same axes."""
-        wanted = frozenset[str]().union(*map(_varying, operands))
+        wanted = varying(*operands)
         same = [
             jax.lax.pcast(x, tuple(sorted(more)), to="varying")
-            if (more := wanted - _varying(x))
+            if (more := wanted - varying(x))
             else x
             for x in operands
         ]
@@ -100,9 +98,9 @@ class Op:
         return problem_of(call, {name: Abstract.of(x) for name, x in named.items()})
 
 
-def _varying(x: Array) -> frozenset[str]:
-    names: frozenset[str] = jax.typeof(x).manual_axis_type.varying
-    return names
+def varying(*arrays: Array) -> frozenset[str]:
+    """The axes of a shard_map over which any of the arrays differs from device to device."""
+    return frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
 
 @dataclass(frozen=True)
@@ -170,8 +168,13 @@ def _function(call: Call) -> Callable[..., list[Array]]:
 
 
 def _gradient(call: Call, c: Arrays) -> Callable[..., list[Array]]:
-    """x -> F'(x)^T c."""
-    return lambda *x: list(jax.vjp(_function(call), *x)[1](list(c)))
+    """x -> F'(x)^T c; what is empty adds nothing, and XLA of JAX 0.11 crashes on it in shard_map."""
+    function = _function(call)
+
+    def some(*x: Array) -> list[Array]:
+        return [y for y, d in zip(function(*x), c, strict=True) if d.size]
+
+    return lambda *x: list(jax.vjp(some, *x)[1]([d for d in c if d.size]))
 
 
 def _derivative(function: Callable[..., list[Array]], call: Call, x: Arrays, t: Arrays) -> Arrays:
@@ -276,167 +279,3 @@ CURVATURE = _op(
     "curvature", lambda call: (*call.c, *call.x, *call.t), lambda call: call.x, _plain_curvature
 )
 OPS = (FORWARD, TANGENT, BACKWARD, CURVATURE)
-
-
-# --- derivatives ----------------------------------------------------------------------------
-
-
-def _is_zero(tangent: Any) -> bool:
-    return isinstance(tangent, ad.Zero)
-
-
-def _zero_tangent(x: Array) -> Any:
-    return ad.Zero(jax.typeof(x).to_tangent_aval())
-
-
-def _moved(call: Call, tangents: Arrays) -> tuple[Call, list[Array]]:
-    moved = tuple(not _is_zero(t) for t in tangents)
-    return replace(call, moved=moved), [t for t in tangents if not _is_zero(t)]
-
-
-def _forward_jvp(x: Arrays, tangents: Arrays, *, call: Call) -> tuple[Arrays, Arrays]:
-    *y, den = FORWARD.bind(*x, call=call)
-    along, t = _moved(call, tangents)
-    no_den = _zero_tangent(den)
-    return [*y, den], [*TANGENT.bind(*x, den, *t, call=along), no_den]
-
-
-def _tangent_transpose(cotangents: Arrays, *operands: Any, call: Call) -> Arrays:
-    (*x, den), t = operands[: len(call.x) + 1], operands[len(call.x) + 1 :]
-    given = replace(call, moved=(), state=not all(map(_is_zero, cotangents[1:])))
-    c = map(ad.instantiate_zeros, cotangents[: len(given.c)])
-    gradients = dict(zip(call.x, BACKWARD.bind(*c, *x, den, call=given), strict=True))
-    return _for_linear(operands, t, [gradients[name] for name in call.t])
-
-
-def _for_linear(operands: Arrays, linear: Arrays, gradients: Arrays) -> Arrays:
-    """Cotangents of all operands, of which the last are linear; some of those may be known."""
-    wanted = map(ad.is_undefined_primal, linear)
-    none: list[Any] = [None] * (len(operands) - len(linear))
-    return none + [g if w else None for g, w in zip(gradients, wanted, strict=True)]
-
-
-def _backward_jvp(operands: Arrays, tangents: Arrays, *, call: Call) -> tuple[Arrays, Arrays]:
-    count = len(call.c)
-    c, (*x, den) = operands[:count], operands[count:]
-    dc, dx = tangents[:count], tangents[count:-1]
-    gradients = BACKWARD.bind(*operands, call=call)
-    terms = []
-    if not all(map(_is_zero, dc)):
-        # without a tangent of the state there is less to do
-        along = replace(call, state=not all(map(_is_zero, dc[1:])))
-        some = map(ad.instantiate_zeros, dc[: len(along.c)])
-        terms.append(BACKWARD.bind(*some, *x, den, call=along))
-    if not all(map(_is_zero, dx)):
-        along, t = _moved(call, dx)
-        terms.append(CURVATURE.bind(*c, *x, *t, call=along))
-    if not terms:  # only den moved
-        return gradients, [_zero_tangent(g) for g in gradients]
-    return gradients, [ad.add_jaxvals(*pair) for pair in zip(*terms, strict=True)] if terms[
-        1:
-    ] else terms[0]
-
-
-def _backward_transpose(cotangents: Arrays, *operands: Any, call: Call) -> Arrays:
-    count = len(call.c)
-    c, (*x, den) = operands[:count], operands[count:]
-    along, t = _moved(call, cotangents)
-    results = TANGENT.bind(*x, den, *t, call=along)
-    wanted = map(ad.is_undefined_primal, c)
-    return [r if w else None for r, w in zip(results, wanted, strict=True)] + [None] * (len(x) + 1)
-
-
-def _curvature_transpose(cotangents: Arrays, *operands: Any, call: Call) -> Arrays:
-    rest = operands[: len(call.c) + len(call.x)]
-    along, t = _moved(call, cotangents)
-    gradients = dict(zip(call.x, CURVATURE.bind(*rest, *t, call=along), strict=True))
-    return _for_linear(operands, operands[len(rest) :], [gradients[name] for name in call.t])
-
-
-def _plain_jvp(op: Op, operands: Arrays, tangents: Arrays, *, call: Call) -> tuple[Arrays, Arrays]:
-    """Third derivatives are those of the plain functions."""
-    along = [ad.instantiate_zeros(t) for t in tangents]
-    results: tuple[Arrays, Arrays] = jax.jvp(partial(op.plain, call=call), list(operands), along)
-    return results
-
-
-ad.primitive_jvps[FORWARD.primitive] = _forward_jvp
-ad.primitive_jvps[BACKWARD.primitive] = _backward_jvp
-ad.primitive_jvps[TANGENT.primitive] = partial(_plain_jvp, TANGENT)
-ad.primitive_jvps[CURVATURE.primitive] = partial(_plain_jvp, CURVATURE)
-ad.primitive_transposes[TANGENT.primitive] = _tangent_transpose
-ad.primitive_transposes[BACKWARD.primitive] = _backward_transpose
-ad.primitive_transposes[CURVATURE.primitive] = _curvature_transpose
-
-
-# --- vmap: a mapped axis becomes the first leading axis --------------------------------------
-
-
-def _lead_first(name: str, x: Array, axis: int | None, rank: int) -> Array:
-    """x with its mapped axis in front of `rank` leading axes; as it is without one."""
-    if axis is None:
-        return x
-    x = jnp.moveaxis(x, axis, 0)
-    ones = (1,) * (rank - (x.ndim - 1 - core_axes(name)))
-    return x.reshape(x.shape[0], *ones, *x.shape[1:])
-
-
-def _sizes(operands: Arrays, axes: Sequence[int | None]) -> tuple[int, list[Any]]:
-    """The length of the mapped axis, and the types of the operands without it."""
-    size, types = 0, []
-    for x, axis in zip(operands, axes, strict=True):
-        shape = list(x.shape)
-        if axis is not None:
-            size = shape.pop(axis)
-        types.append(jax.ShapeDtypeStruct(tuple(shape), x.dtype))
-    return size, types
-
-
-def _forward_batch(operands: Arrays, axes: Any, *, call: Call) -> tuple[Arrays, list[int | None]]:
-    """Operands that are not mapped are broadcast, like any other leading axis."""
-    size, types = _sizes(operands, axes)
-    p = FORWARD.problem(call, types)
-    placed = [
-        _lead_first(name, x, axis, len(p.lead))
-        for name, x, axis in zip(call.x, operands, axes, strict=True)
-    ]
-    results = FORWARD.bind(*placed, call=call)
-    # the state has no axes of q's own
-    state_mapped = any(a is not None for a in axes[1:])
-    shapes = {"out": p.out_shape, "den": (*p.lead, p.n)}
-    made: list[Array] = []
-    where: list[int | None] = []
-    for name, x in zip(FORWARD.results(call), results, strict=True):
-        mapped = name in shapes or state_mapped
-        core = x.shape[x.ndim - core_axes(name) :]
-        shape = shapes.get(name, (*p.state_lead, *core))
-        made.append(x.reshape(size, *shape) if mapped else x)
-        where.append(0 if mapped else None)
-    return made, where
-
-
-def _backward_batch(operands: Arrays, axes: Any, *, call: Call) -> tuple[Arrays, list[int]]:
-    """Every gradient is wanted for each entry of the axis, so that every operand needs the axis."""
-    size, types = _sizes(operands, axes)
-    p = BACKWARD.problem(call, types)
-    names = BACKWARD.operands(call)
-    placed = []
-    for name, x, axis in zip(names, operands, axes, strict=True):
-        if axis is None:
-            x, axis = jnp.broadcast_to(x, (size, *x.shape)), 0
-        placed.append(_lead_first(name, x, axis, len(p.lead)))
-    shapes = {name: x.shape for name, x in zip(names, types, strict=True)}
-    results = BACKWARD.bind(*placed, call=call)
-    made = [x.reshape(size, *shapes[name]) for name, x in zip(call.x, results, strict=True)]
-    return made, [0] * len(made)
-
-
-def _plain_batch(op: Op, operands: Arrays, axes: Any, *, call: Call) -> tuple[Arrays, list[int]]:
-    results = jax.vmap(partial(op.plain, call=call), in_axes=tuple(axes))(*operands)
-    return results, [0] * len(results)
-
-
-batching.primitive_batchers[FORWARD.primitive] = _forward_batch
-batching.primitive_batchers[BACKWARD.primitive] = _backward_batch
-batching.primitive_batchers[TANGENT.primitive] = partial(_plain_batch, TANGENT)
-batching.primitive_batchers[CURVATURE.primitive] = partial(_plain_batch, CURVATURE)

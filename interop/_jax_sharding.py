@@ -7,13 +7,14 @@ is split are summed over the devices along it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ._jax_axes import Split, extents, lead_axes, names_of, specs_of, split_of
 from ._jax_ops import BACKWARD, CURVATURE, Call, Op, wide_as_given
@@ -32,6 +33,7 @@ def partitioned(op: Op, call: Call) -> Callable[..., list[Array]]:
         partition=partial(_partition, op, call),
         infer_sharding_from_operands=partial(_infer, op, call),
         sharding_rule=partial(_rule, op, call),
+        decode_shardings=False,  # JAX knows whole axes of the mesh only: see _factored
     )
     result: Callable[..., list[Array]] = function
     return result
@@ -66,6 +68,7 @@ def _all(op: Op, call: Call, operands: Any, results: Any) -> tuple[Any, Any, Any
 
 def _infer(op: Op, call: Call, mesh: Mesh, operands: Any, results: Any) -> Any:
     """How the results are split, from the operands; for GSPMD."""
+    mesh, operands = _factored(mesh, operands)
     names, _, shapes = _all(op, call, operands, results)
     split = split_of(names[: len(operands)], operands)
     specs = specs_of(names, shapes, split)[len(operands) :]
@@ -75,12 +78,18 @@ def _infer(op: Op, call: Call, mesh: Mesh, operands: Any, results: Any) -> Any:
 def _partition(op: Op, call: Call, mesh: Mesh, operands: Any, results: Any) -> Any:
     """The program of one device, and what part of each array it takes and makes."""
     names, types, shapes = _all(op, call, operands, results)
+    mesh, types = _factored(mesh, types)
     split = split_of(names, types)
     specs = specs_of(names, shapes, split)
     shardings = [NamedSharding(mesh, spec) for spec in specs]
     count = len(operands)
 
     def one(*parts: Array) -> list[Array]:
+        # JAX 0.11 would ask for the sharding of every value along the caller's explicit axes
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return of_parts(*parts)
+
+    def of_parts(*parts: Array) -> list[Array]:
         if op not in (BACKWARD, CURVATURE):
             return op.bind(*parts, call=call)
         parts = _count_dstate_once(op, call, parts, operands, split)
@@ -91,6 +100,63 @@ def _partition(op: Op, call: Call, mesh: Mesh, operands: Any, results: Any) -> A
         ]
 
     return mesh, wide_as_given(one), shardings[count:], tuple(shardings[:count])
+
+
+def _factored(mesh: Mesh, types: Sequence[Any]) -> tuple[Mesh, list[Any]]:
+    """The mesh with axes of prime lengths, and the types with how they are split along these.
+
+    An array can be split along a part of an axis: (B, 8 heads) split over 8 devices, seen as
+    (B, 2, 4 heads), is split over 2 x 4. What does not fit these axes either counts as not split.
+    """
+    known = [x for x in types if x.sharding is not None]
+    if not known:
+        return mesh, list(types)
+    devices = list(_parts(known[0].sharding, len(known[0].shape)))  # in the program's order
+    sizes = mesh.devices.shape if mesh.size == len(devices) else (len(devices),)
+    lengths = [p for size in sizes for p in _primes(size)]
+    grid = np.array(devices).reshape(lengths)
+    factored = Mesh(grid, [f"part{i}" for i in range(len(lengths))])
+    return factored, [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_along(factored, x)) for x in types
+    ]
+
+
+def _primes(size: int) -> list[int]:
+    factors, p = [], 2
+    while size > 1:
+        while size % p == 0:
+            factors.append(p)
+            size //= p
+        p += 1
+    return factors
+
+
+def _along(mesh: Mesh, x: Any) -> NamedSharding:
+    """How x is split, by the names of this mesh's axes."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    if x.sharding is None:
+        return whole
+    rank = len(x.shape)
+    wanted = _parts(x.sharding, rank)
+    first = mesh.devices[(0,) * mesh.devices.ndim]
+    entries: list[Any] = [[] for _ in range(rank)]
+    for i, name in enumerate(mesh.axis_names):
+        second = mesh.devices[tuple(int(i == j) for j in range(mesh.devices.ndim))]
+        for entry, a, b in zip(entries, wanted[first], wanted[second], strict=True):
+            if a != b:
+                entry.append((b.start - (a.start or 0), name))
+    along = [tuple(name for _, name in sorted(e, reverse=True)) for e in entries]
+    if sum(map(len, along)) > len(set().union(*along)):  # one axis of the mesh along two of x's
+        return whole
+    found = NamedSharding(mesh, PartitionSpec(*along))
+    return found if _parts(found, rank) == wanted else whole
+
+
+def _parts(sharding: Any, rank: int) -> dict[Any, tuple[slice, ...]]:
+    """Which part each device has, of an array of a shape that every number of parts divides."""
+    parts: dict[Any, tuple[slice, ...]]
+    parts = sharding.devices_indices_map((len(sharding.device_set),) * rank)
+    return parts
 
 
 def _missing(spec: PartitionSpec, split: Split) -> tuple[str, ...]:

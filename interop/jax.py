@@ -15,12 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from la_cupy import checks
+from la_cupy import checks, dtypes
 from la_cupy.api import OperatorOptions
 from la_cupy.problem import Options, make_options
 from la_cupy.results import State
 
-from . import _jax_chunked, _jax_lowering, _jax_ops, _jax_sequence  # noqa: F401  lowering registers itself
+from . import (  # noqa: F401  rules of the primitives register themselves
+    _jax_batch,
+    _jax_chunked,
+    _jax_derivatives,
+    _jax_heads,
+    _jax_lowering,
+    _jax_ops,
+    _jax_sequence,
+)
 from ._jax_sequence import AxisName
 
 __all__ = ["dot_product_attention", "linear_attention", "linear_attention_xla"]
@@ -216,8 +224,26 @@ def _by_kernels(
     options: Options, q: Any, k: Any, v: Any, initial_state: Any, return_state: bool
 ) -> tuple[Array, State | None, Array]:
     x, call = _checked(options, q, k, v, initial_state, return_state)
-    out, *state, den = _jax_ops.FORWARD.bind(*x, call=call)
-    return out, State(*state) if state else None, den
+    if return_state and not _jax_ops.varying(x[0]) <= _jax_ops.varying(*x[1:]):
+        # Inside shard_map, all results of one call vary over all that q does; a state must not.
+        state = _state_of_keys(_by_kernels, options, x[0], x[1], x[2], initial_state)
+        out, den = _jax_ops.FORWARD.bind(*x, call=dataclasses.replace(call, state=False))
+        return out, state, den
+    out, *parts, den = _jax_ops.FORWARD.bind(*x, call=call)
+    return out, State(*parts) if parts else None, den
+
+
+def _state_of_keys(
+    attend: Callable[..., tuple[Array, State | None, Array]],
+    options: Options,
+    q: Array,
+    k: Array,
+    v: Array,
+    initial_state: Any,
+) -> Any:
+    """The state after these keys, without a row of q; what is left of q is its type."""
+    no_rows = k[..., :0, :].astype(q.dtype)  # not q's own, whose heads may be on other devices
+    return attend(options, no_rows, k, v, initial_state, True)[1]
 
 
 def _by_xla(
@@ -253,8 +279,7 @@ def _over_devices(
     x, _ = _checked(options, q, k, v, initial_state, return_state)
     q, k, v, initial = x[0], x[1], x[2], State(*x[3:]) if x[3:] else None
     _jax_sequence.check_pieces(axis_name, options.causal, q.shape[-2], k.shape[-2])
-    no_rows = k[..., :0, :].astype(q.dtype)  # not q's, whose heads may be on other devices
-    own: Any = attend(options, no_rows, k, v, None, True)[1]
+    own = _state_of_keys(attend, options, q, k, v, None)
     before, final = _jax_sequence.exchange(own, axis_name, options.causal, initial, return_state)
     if not options.causal:  # every row sees the same keys, which are in the state
         k, v = k[..., :0, :], v[..., :0, :]
@@ -289,7 +314,8 @@ def dot_product_attention(
     Parameters
     ----------
     query, key, value : jax.Array
-        ``([B,] T, N, H)``, ``([B,] S, K, H)`` and ``([B,] S, K, Hv)``; N is a multiple of K.
+        ``([B,] T, N, H)``, ``([B,] S, K, H)`` and ``([B,] S, K, Hv)``; N is a multiple of K, and
+        B broadcasts.
     is_causal : bool
         Row i sees the keys j <= i; needs T = S.
     a, b, qk_norm, feature_map, normalize
@@ -316,36 +342,21 @@ def dot_product_attention(
     ValueError
         An argument that linear attention cannot honour; as `linear_attention`.
     """
-    _refuse(bias=bias, mask=mask, **unused)
-    if dropout_rate and not deterministic:
-        raise ValueError(
-            f"dropout_rate is {dropout_rate}, but linear attention forms no weights to drop: "
-            f"pass 0, or deterministic=True"
-        )
+    _jax_heads.refuse(bias=bias, mask=mask, **unused)
+    _jax_heads.refuse_dropout(dropout_rate, deterministic)
+    causal = checks.flag("is_causal", is_causal)
     options = make_options(
-        is_causal, a, b, qk_norm, feature_map, normalize, _PRECISIONS.get(precision, precision)
+        causal, a, b, qk_norm, feature_map, normalize, _jax_heads.precision(precision)
     )
     q, k, v = (_as_jax(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        if x.ndim < 3 or x.ndim != q.ndim:
-            raise ValueError(
-                f"{name} has shape {x.shape}, but query, key and value need the axes "
-                f"([B,] T, N, H), ([B,] S, K, H) and ([B,] S, K, Hv)"
-            )
-    if options.causal and q.shape[-3] != k.shape[-3]:
-        raise ValueError(
-            f"is_causal needs as many keys as queries, but there are {k.shape[-3]} and "
-            f"{q.shape[-3]}, which JAX aligns at the first row and la_cupy at the last: call "
-            f"linear_attention, whose causal=True is aligned at the last"
-        )
-    heads, key_heads = q.shape[-2], k.shape[-2]
-    if key_heads != v.shape[-2] or (heads and not key_heads) or (key_heads and heads % key_heads):
-        raise ValueError(
-            f"query has {heads} heads, key {key_heads} and value {v.shape[-2]}, but key and value "
-            f"need equally many, and query a multiple of that"
-        )
     if dtype is not None:
         q, k, v = (x.astype(dtype) for x in (q, k, v))
+    _jax_heads.check_heads(q, k, v, causal)
+    heads, key_heads = q.shape[-2], k.shape[-2]
+    repeats = _jax_heads.key_repeats(q, key_heads)
+    if repeats > 1:
+        k, v = (jnp.repeat(x, repeats, -2) for x in (k, v))
+        key_heads *= repeats
     grouped = heads != key_heads
     if grouped:
         q = q.reshape(*q.shape[:-2], key_heads, heads // key_heads, q.shape[-1])
@@ -355,35 +366,7 @@ def dot_product_attention(
     x, call = _checked(options, q, k, v, None, False)
     call = dataclasses.replace(call, heads=2 if grouped else 1)
     out = jnp.moveaxis(_jax_ops.FORWARD.bind(*x, call=call)[0], -2, rows)
-    return out.reshape(*query.shape[:-1], out.shape[-1])
-
-
-_PRECISIONS = {
-    None: "highest",
-    jax.lax.Precision.HIGHEST: "highest",
-    jax.lax.Precision.HIGH: "tf32",
-    jax.lax.Precision.DEFAULT: "tf32",
-}
-_WITHOUT_EFFECT = ("dropout_rng", "broadcast_dropout", "implementation", "promote_dtype")
-_IMPOSSIBLE = {
-    "bias": "linear attention has no logits to add it to",
-    "mask": "linear attention can mask future keys only, by is_causal=True",
-    "scale": "the slope of the weights is b",
-    "query_seq_lengths": "all rows are computed: cut them off afterwards",
-    "key_value_seq_lengths": "all keys count",
-    "local_window_size": "linear attention has no window",
-    "return_residual": "linear attention has no softmax",
-    "module": "linear attention forms no weights to sow",
-}
-
-
-def _refuse(**arguments: Any) -> None:
-    """Arguments that cannot be honoured must not be there."""
-    for name, value in arguments.items():
-        if name not in _IMPOSSIBLE and name not in _WITHOUT_EFFECT:
-            raise TypeError(f"dot_product_attention has no argument {name}: leave it out")
-        if name in _IMPOSSIBLE and value is not None and value is not False:
-            raise ValueError(f"{name} cannot be honoured, since {_IMPOSSIBLE[name]}: pass None")
+    return out.reshape(*out.shape[:-3], heads, out.shape[-1]) if grouped else out
 
 
 def _checked(
@@ -401,6 +384,11 @@ def _checked(
 
 def _as_jax(name: str, x: Any) -> Array:
     if isinstance(x, jax.Array):  # tracers are, too
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # of which NumPy knows nothing
+            raise TypeError(
+                f"{name} has dtype {x.dtype}, but must be one of {', '.join(dtypes.NAMES)}: "
+                f"draw numbers with a key first, as by jax.random.normal"
+            )
         return x
     if type(x) is np.ndarray or isinstance(x, np.generic):
         checks.dtype(name, x)

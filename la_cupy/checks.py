@@ -226,7 +226,8 @@ def width(name: str, symbol: str, value: int, limit: int | None) -> None:
     if limit is not None and value > limit:
         raise ValueError(
             f"{name} has {symbol} = {value}, but the GPU kernels take {symbol} up to {limit}: "
-            f"split the heads, or pass NumPy arrays, for which there is no limit"
+            f"split the heads, or use what has no limit, la_cupy.linear_attention with NumPy "
+            f"arrays or, in JAX, linear_attention_xla"
         )
 
 

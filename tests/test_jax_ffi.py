@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import re
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -233,23 +235,55 @@ def test_export(calls: list[Program]) -> None:
 # --- errors
 
 
-def test_what_a_launcher_raises_comes_out() -> None:
-    def broken(text: bytes, device: int, stream: int, addresses: list[int]) -> None:
-        raise RuntimeError("the launcher's own words")
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_what_a_launcher_raises_comes_out(kind: type[BaseException]) -> None:
+    """Ctrl-C, too, which must not get through to the C++ that calls the launcher."""
 
-    _jax_ffi.register("la_cupy_broken", "cpu", broken, capturable=False)
+    def broken(text: bytes, device: int, stream: int, addresses: list[int]) -> None:
+        raise kind("the launcher's own words")
+
+    target = f"la_cupy_broken_{kind.__name__}"
+    _jax_ffi.register(target, "cpu", broken, capturable=False)
     x = normal(3, 4)
     with emulated():
-        _jax_lowering.ROUTES["cpu"] = Route("la_cupy_broken", ROUTE.device, ROUTE.load)
+        _jax_lowering.ROUTES["cpu"] = Route(target, ROUTE.device, ROUTE.load)
         with pytest.raises(
-            jax.errors.JaxRuntimeError, match="RuntimeError: the launcher's own words"
+            jax.errors.JaxRuntimeError, match=f"{kind.__name__}: the launcher's own words"
         ):
             jax.jit(linear_attention)(x, x, x).block_until_ready()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_on_entry_comes_out() -> None:
+    """Ctrl-C while XLA's C++ runs is raised before the first line of the Python that it calls."""
+    _jax_ffi.register("la_cupy_interrupted", "cpu", lambda *_: None, capturable=False)
+    messages = []
+
+    def error_create(address: int) -> int:
+        arguments = _jax_ffi._ErrorArguments.from_address(address)
+        messages.append(arguments.message)
+        return 1234
+
+    def interrupt(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            raise KeyboardInterrupt
+
+    api = _jax_ffi._Api(error_create=_jax_ffi._Function(error_create))
+    frame = _jax_ffi._CallFrame(api=ctypes.pointer(api), stage=_jax_ffi._EXECUTE)
+    handler, address = _jax_ffi._registered[-1], ctypes.addressof(frame)
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        found = handler(address)
+    finally:
+        sys.settrace(before)
+    assert found == 1234
+    assert messages == [b"KeyboardInterrupt: the call was interrupted before it began"]
+
+
 def test_widths_that_no_kernel_takes(calls: list[Program]) -> None:
     x = normal(3, 257)
-    with pytest.raises(ValueError, match="q has D = 257, but the GPU kernels take D up to 256"):
+    with pytest.raises(ValueError, match="q has D = 257.* up to 256.*linear_attention_xla"):
         jax.jit(linear_attention)(x, x, x)
 
 

@@ -90,6 +90,37 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         dot_product_attention(q, q[0, :, 0], q)
 
 
+def test_batches_broadcast() -> None:
+    q, k = normal(1, 5, 4, 8), normal(2, 5, 2, 8, seed=1)
+    for x in ((q, k, k), (k, k[:1], k[:1]), (k[:1], k, k)):
+        expected = expected_of(*(jnp.broadcast_to(y, (2, *y.shape[1:])) for y in x))
+        np.testing.assert_allclose(dot_product_attention(*x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_errors_name_what_the_caller_wrote() -> None:
+    q = normal(2, 5, 4, 8)
+    calls: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
+        (ValueError, "query (3,), key (2,) and value (2,) do not", (normal(3, 5, 4, 8), q, q), {}),
+        (ValueError, "query has H = 8 in its last axis and key has H = 3", (q, q[..., :3], q), {}),
+        (ValueError, "key has 5 rows and value has 3", (q, q, q[:, :3]), {}),
+        (ValueError, "value has shape (2, 5, 4, 0), but its last axis", (q, q, q[..., :0]), {}),
+        (TypeError, "query has dtype int32, but must be", (q.astype(int), q, q), {}),
+        (TypeError, "key has dtype key<fry>, but must be", (q, jax.random.key(0), q), {}),
+        (TypeError, "is_causal is 1 of type int", (q, q, q), {"is_causal": 1}),
+        (TypeError, "precision is ['highest'], but", (q, q, q), {"precision": ["highest"]}),
+    ]
+    for kind, words, args, options in calls:
+        with pytest.raises(kind, match=re.escape(words)):
+            dot_product_attention(*args, **options)
+    assert dot_product_attention(q.astype(int), q, q, dtype="bfloat16").dtype == jnp.bfloat16
+
+
+def test_a_traced_rate_of_dropout_is_refused() -> None:
+    q = normal(2, 5, 2, 4)
+    with pytest.raises(TypeError, match="dropout_rate or deterministic is traced"):
+        jax.jit(lambda rate: dot_product_attention(q, q, q, dropout_rate=rate))(0.0)
+
+
 @pytest.mark.parametrize("precision", [None, "highest", "tf32", *jax.lax.Precision])
 def test_precision_of_jax(precision: Any) -> None:
     q = normal(2, 5, 2, 4)

@@ -357,6 +357,17 @@ def test_exact_zeros() -> None:
             assert all((g == 0).all() for g in pulled(q, k, v))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_weights_of_width_one_are_exact(dtype: str) -> None:
+    """q~ and k~ are +-1, so that den counts the keys of q's sign twice and the others not at all."""
+    q, k, v = (normal(300, 1, seed=i, dtype=dtype) for i in range(3))
+    expected = 2 * ((q > 0) == (k > 0).T).sum(1)
+    _, den = linear_attention(q, k, v, return_normalizer=True)
+    assert (den == expected).all()
+    out = linear_attention(jnp.abs(q), -jnp.abs(k), v, causal=True)
+    assert (out == 0).all()
+
+
 @pytest.mark.parametrize("constant", [1.0, 1024.0])
 def test_a_constant_in_v_changes_neither_dq_nor_dk(constant: float) -> None:
     q, k, v = (normal(2, 300, 8, seed=i, dtype=np.float32) for i in range(3))
@@ -417,6 +428,13 @@ def test_what_is_no_array_is_refused() -> None:
     for wrong in ([[1.0]], 1.0, None, np.ma.masked_array(np.ones((3, 4)))):
         with pytest.raises(TypeError, match="k is a .*JAX or NumPy arrays are needed"):
             linear_attention(x, wrong, x)
+
+
+def test_keys_of_random_numbers_are_refused() -> None:
+    x, key = normal(3, 4), jax.random.key(0)
+    for attention in (linear_attention, linear_attention_xla):
+        with pytest.raises(TypeError, match="q has dtype key<fry>, but must be one of float16"):
+            attention(key, x, x)
 
 
 def test_options_are_no_tracers() -> None:
