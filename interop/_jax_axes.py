@@ -82,6 +82,17 @@ def specs_of(names: Sequence[str], shapes: Sequence[Sequence[int]], split: Split
     return specs
 
 
+def varying(*arrays: Any) -> frozenset[str]:
+    """The axes of a shard_map over which any of the arrays differs from device to device."""
+    return frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+
+def vary(x: Any, axes: frozenset[str]) -> Any:
+    """x, as what differs from device to device along these axes of a shard_map, too."""
+    more = axes - varying(x)
+    return jax.lax.pcast(x, tuple(sorted(more)), to="varying") if more else x
+
+
 def alike(**named: Any) -> list[Any]:
     """The arrays, split alike along explicit axes of the mesh, which JAX wants of a product's."""
     types = [jax.typeof(x) for x in named.values()]

@@ -28,7 +28,7 @@ from la_cupy import dtypes
 from la_cupy.problem import Options
 from la_cupy.results import State
 
-from ._jax_axes import alike
+from ._jax_axes import alike, vary, varying
 
 Array = Any
 CHUNK = 128  # rows and keys of a causal step
@@ -40,8 +40,8 @@ def attention(
 ) -> tuple[Array, State | None, Array]:
     """(out, final state or None, den) for arguments that have been checked.
 
-    Where nothing is added up, zeros are made of the arguments: inside shard_map they then count as
-    different from device to device, like every other result.
+    Inside shard_map, zeros that nothing is added to count as different from device to device, as
+    every other result does.
     """
     parts = {} if initial is None else {f"state.{f}": x for f, x in initial._asdict().items()}
     q, k, v, *initial_parts = alike(q=q, k=k, v=v, **parts)
@@ -93,11 +93,11 @@ class _Walk:
     def initial(self, state: list[Array]) -> Array:
         """S before all keys, with all leading axes that it will have."""
         _, k, v = self.arrays
-        if not state:
-            columns = jnp.swapaxes(k[..., :0, :], -2, -1).astype(self.dtype)
-            none = columns @ v[..., :0, :].astype(self.dtype)  # zeros
-            return jnp.pad(none, [(0, 0)] * (none.ndim - 2) + [(0, 1), (0, 1)])
         lead = np.broadcast_shapes(k.shape[:-2], v.shape[:-2])
+        if not state:
+            zeros = jnp.zeros((*lead, k.shape[-1] + 1, v.shape[-1] + 1), self.dtype)
+            zeros = vary(zeros, varying(k, v))
+            return alike(k=k, v=v, **{"state.kv": zeros})[-1]
         kv, k_sum, v_sum, count = (x.astype(self.dtype) for x in state)
         matrices = kv, k_sum[..., None], v_sum[..., None, :], count[..., None, None]
         lead = np.broadcast_shapes(lead, *(x.shape[:-2] for x in matrices))

@@ -30,7 +30,7 @@ from la_cupy.problem import Options, Problem, backward_problem, forward_problem
 from la_cupy.results import State
 
 from . import _jax_chunked as chunked
-from ._jax_axes import specs_of, split_of
+from ._jax_axes import specs_of, split_of, vary, varying
 
 Array = Any
 Arrays = Sequence[Array]
@@ -83,12 +83,7 @@ class Op:
     def bind(self, *operands: Array, call: Call) -> list[Array]:
         """The results; under shard_map all operands are first made to vary over the same axes."""
         wanted = varying(*operands)
-        same = [
-            jax.lax.pcast(x, tuple(sorted(more)), to="varying")
-            if (more := wanted - varying(x))
-            else x
-            for x in operands
-        ]
+        same = (vary(x, wanted) for x in operands)
         results: list[Array] = self.primitive.bind(*same, call=call)
         return results
 
@@ -96,11 +91,6 @@ class Op:
         """The Problem of these operands, whether arrays or only their types."""
         named = dict(zip(self.operands(call), operands, strict=True))
         return problem_of(call, {name: Abstract.of(x) for name, x in named.items()})
-
-
-def varying(*arrays: Array) -> frozenset[str]:
-    """The axes of a shard_map over which any of the arrays differs from device to device."""
-    return frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
 
 @dataclass(frozen=True)

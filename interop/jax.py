@@ -29,6 +29,7 @@ from . import (  # noqa: F401  rules of the primitives register themselves
     _jax_ops,
     _jax_sequence,
 )
+from ._jax_axes import varying
 from ._jax_sequence import AxisName
 
 __all__ = ["dot_product_attention", "linear_attention", "linear_attention_xla"]
@@ -224,7 +225,7 @@ def _by_kernels(
     options: Options, q: Any, k: Any, v: Any, initial_state: Any, return_state: bool
 ) -> tuple[Array, State | None, Array]:
     x, call = _checked(options, q, k, v, initial_state, return_state)
-    if return_state and not _jax_ops.varying(x[0]) <= _jax_ops.varying(*x[1:]):
+    if return_state and not varying(x[0]) <= varying(*x[1:]):
         # Inside shard_map, all results of one call vary over all that q does; a state must not.
         state = _state_of_keys(_by_kernels, options, x[0], x[1], x[2], initial_state)
         out, den = _jax_ops.FORWARD.bind(*x, call=dataclasses.replace(call, state=False))
@@ -241,9 +242,13 @@ def _state_of_keys(
     v: Array,
     initial_state: Any,
 ) -> Any:
-    """The state after these keys, without a row of q; what is left of q is its type."""
-    no_rows = k[..., :0, :].astype(q.dtype)  # not q's own, whose heads may be on other devices
-    return attend(options, no_rows, k, v, initial_state, True)[1]
+    """The state after these keys; of q, only its type counts.
+
+    A row of zeros takes its place, not one of q's, whose heads may be on other devices; and not no
+    row, with which XLA (JAX 0.11.2 on a CPU) dies of a segmentation fault as it compiles gradients.
+    """
+    row = jnp.zeros_like(k[..., :1, :], q.dtype)
+    return attend(options, row, k, v, initial_state, True)[1]
 
 
 def _by_xla(
