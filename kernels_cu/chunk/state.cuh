@@ -84,8 +84,12 @@ struct StateCells {
 
   static LA_DEVICE void read(Cells& cells, const Params& p, u64 kv, int column0) {
     each(cells, p, kv, column0, 0, [kv](Acc& x, bool exists, u64 at) {
-      const Acc there = load_number<Acc>(exists ? at : kv, 0);  // without a branch, for which wide states lack registers
-      x = exists ? there : Acc(0);
+      if constexpr (Config::kInner > 128) {  // without branches, for which a wide state leaves too few registers
+        const Acc there = load_number<Acc>(exists ? at : kv, 0);
+        x = exists ? there : Acc(0);
+      } else {
+        x = exists ? load_number<Acc>(at, 0) : Acc(0);
+      }
     });
   }
 

@@ -93,7 +93,7 @@ struct Work {
   LA_DEVICE void multiply_state(Turn now, typename P::Result& result) {
     typename Sums::Dots dots;
     Acc first[2];
-    P::hold(state);
+    if constexpr (!P::kAsynchronous) P::hold(state);
     if constexpr (kDots) Sums::begin_dots(dots, block, now);
     times_state<0>(result, now);
     finish_rows(result, now);
