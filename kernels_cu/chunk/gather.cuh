@@ -74,7 +74,7 @@ struct Gather {
     const Span rows = span(step);
 #pragma unroll
     for (int pass = 0; pass < RowsB::kPasses; ++pass) {
-      const int row = RowsB::row(pass);
+      const int row = RowsB::row(pass) + unknown_zero_but_sm_90();  // not to be kept from chunk to chunk
       if (RowsB::packet(0) == 0 && RowsB::inside(pass) && rows.holds(row)) {
         count += kReversed ? -scalar_a<Acc>(p) * delta_b.x[pass] : Acc(1);
       }
