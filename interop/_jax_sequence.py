@@ -2,8 +2,8 @@
 
 A state is all that rows see of keys elsewhere. So each device sums up its own keys, (D, E) numbers
 a head whatever the length; all devices get all sums, and each adds up those before its piece (or
-all of them, where nothing is masked) to the state that its rows begin with. JAX transposes this:
-gradients of states go back the same way, once.
+those of all others, where nothing is masked) to the state that its rows begin with. JAX transposes
+this: gradients of states go back the same way, once.
 """
 
 from __future__ import annotations
@@ -47,19 +47,17 @@ def exchange(
 ) -> tuple[State, State | None]:
     """The state that the rows of this device begin with, and the one behind the whole sequence."""
     first = State(0, 0, 0, 0) if initial is None else initial
-    if not causal:
-        total = _each(jnp.add, first, jax.lax.psum(own, axis_name))
-        return total, total
     here = jax.lax.axis_index(axis_name)
-    pieces = jax.lax.all_gather(own, axis_name)
 
-    def before(x: Any, s: Any) -> Any:
-        earlier = jnp.arange(s.shape[0]) < here
-        earlier = earlier.reshape(-1, *(1,) * (s.ndim - 1))
-        return x + jnp.where(earlier, s, 0).sum(axis=0)  # not times 0: later rows may be NaN
+    def others(x: Any, pieces: Any) -> Any:
+        device = jnp.arange(pieces.shape[0])
+        seen = device < here if causal else device != here
+        seen = seen.reshape(-1, *(1,) * (pieces.ndim - 1))
+        return x + jnp.where(seen, pieces, 0).sum(axis=0)  # not times 0: later rows may be NaN
 
-    behind = _each(jnp.add, first, jax.lax.psum(own, axis_name)) if want_total else None
-    return _each(before, first, pieces), behind
+    start = _each(others, first, jax.lax.all_gather(own, axis_name))
+    total = _each(jnp.add, first, jax.lax.psum(own, axis_name)) if want_total else None
+    return start, total
 
 
 def _each(function: Callable[[Any, Any], Any], x: State, y: State) -> State:

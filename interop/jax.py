@@ -286,8 +286,6 @@ def _over_devices(
     _jax_sequence.check_pieces(axis_name, options.causal, q.shape[-2], k.shape[-2])
     own = _state_of_keys(attend, options, q, k, v, None)
     before, final = _jax_sequence.exchange(own, axis_name, options.causal, initial, return_state)
-    if not options.causal:  # every row sees the same keys, which are in the state
-        k, v = k[..., :0, :], v[..., :0, :]
     out, _, den = attend(options, q, k, v, before, False)
     return _results(out, final, den, return_state, return_normalizer)
 

@@ -275,6 +275,8 @@ def test_an_array_stays_on_its_device() -> None:
     import cupy
 
     torch = pytest.importorskip("torch")
-    y = from_dlpack(torch.ones(3, device="cuda:1", dtype=torch.bfloat16))
-    assert y.device.id == 1 and cupy.cuda.Device().id == 0
+    x = torch.ones(3, device="cuda:1", dtype=torch.bfloat16)
+    with cupy.cuda.Device(0):
+        y = from_dlpack(x)
+        assert y.device.id == 1 and cupy.cuda.Device().id == 0
     assert y.get().tolist() == [1, 1, 1]
