@@ -77,8 +77,8 @@ inline i32 unknown_zero_but_sm_90() { return unknown_zero(); }
 inline void forget_shared() {}
 constexpr bool kFewRegisters = false;
 
-template <class T>
-inline void pin(T (&)[2]) {}
+inline void pin(float (&x)[2]) { (void)x; }
+inline void pin(double (&x)[2]) { (void)x; }
 
 inline unsigned char* dynamic_shared() { return emulation::machine.shared; }
 
