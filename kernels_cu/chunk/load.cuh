@@ -2,6 +2,7 @@
 // memory. No array is read twice for its norms, features or sums.
 #pragma once
 #include "chunk/running_sums.cuh"
+#include "chunk/streamed.cuh"
 
 namespace la {
 
@@ -13,8 +14,13 @@ struct Load {
   using Acc = typename Config::Acc;
   using Turn = typename Block<Config>::Turn;
   static constexpr int kColumnWidth = Role::kKeyFeatures ? Config::kColumns : Config::kRow;
-  using InnerRows = Rows<Arith, Config::kInner, Config::kChunk, Config::kLoaderThreads, Config::kWorkerThreads>;
-  using ColumnRows = Rows<Arith, kColumnWidth, Config::kChunk, Config::kLoaderThreads, Config::kWorkerThreads>;
+  // Of wide rows in float64 a lane has no registers for all that it brings, not even of one array.
+  static constexpr bool kStreamed = !Config::kPrefetch && larger(Config::kInner, Config::kRow) > 128;
+  template <int Width>
+  using LoadedRows = typename WaitingRows<kStreamed>::template Type<Arith, Width, Config::kChunk, Config::kLoaderThreads,
+                                                                    Config::kWorkerThreads>;
+  using InnerRows = LoadedRows<Config::kInner>;
+  using ColumnRows = LoadedRows<kColumnWidth>;
   static constexpr bool kForward = kSame<Role, Forward>, kGradQ = kSame<Role, GradQ>, kGradV = kSame<Role, GradV>,
                         kGradK = kSame<Role, GradK>;
 
@@ -228,7 +234,7 @@ struct Load {
   }
 
   template <Outside Outside = kZero, class R>
-  LA_DEVICE typename R::Batch features(const R& rows, typename R::Norms& norms, int batch, const Tensor& t, Span span) const {
+  LA_DEVICE typename R::Batch features(R& rows, typename R::Norms& norms, int batch, const Tensor& t, Span span) const {
     typename R::Batch v = rows.values(batch, t.dtype);
     R::normalise(p, v, norms);
     R::template map<Feature, Outside>(v, span, p.d);
@@ -261,7 +267,7 @@ struct Load {
     typename R::Norms of_a;
     if constexpr (Role::kKeyFeatures) of_a = a.norms(p);
 #pragma unroll
-    for (int batch = 0; batch < R::kBatches; ++batch) {
+    for (int batch = 0; batch < R::batches(); ++batch) {
       typename R::Batch v;
       if constexpr (kForward) {
         v = features<kAny>(a, of_a, batch, p.q, span);  // it meets zeros of B, and of the sums
@@ -296,11 +302,11 @@ struct Load {
       const int copy = t.row_copy();
       typename R::Norms of_x = x.norms(p);
 #pragma unroll
-      for (int batch = 0; batch < R::kBatches; ++batch) {
+      for (int batch = 0; batch < R::batches(); ++batch) {
         typename R::Batch v = x.values(batch, array_x().dtype);
         R::normalise(p, v, of_x);
         R::store(block.tile_x(copy), v, block.column0);
-        if (p.unit_norm) R::store(block.numbers(copy, kNorm), batch, of_x.inverse + v.first);
+        if (p.unit_norm) R::store(block.numbers(copy, kNorm), batch, of_x.inverse + R::held(v.first));
       }
     }
   }
@@ -315,7 +321,7 @@ struct Load {
       typename R::Values sum;
       R::clear(sum);
 #pragma unroll
-      for (int batch = 0; batch < R::kBatches; ++batch) {
+      for (int batch = 0; batch < R::batches(); ++batch) {
         typename R::Batch v;
         if constexpr (Role::kKeyFeatures) v = features(b, of_b, batch, array_b(), span);
         if constexpr (kGradQ) {
@@ -346,7 +352,7 @@ struct Load {
       typename R::Values sum;
       R::clear(sum);
 #pragma unroll
-      for (int batch = 0; batch < R::kBatches; ++batch) {
+      for (int batch = 0; batch < R::batches(); ++batch) {
         typename R::Batch v;
         if constexpr (kForward) v = c.values(batch, p.v.dtype);
         if constexpr (kGradQ) v = features<kShifted>(c, of_c, batch, p.k, span);  // less Config::kKeyOffset

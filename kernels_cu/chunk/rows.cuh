@@ -56,8 +56,9 @@ template <> struct Range<double> {
 // taken off everywhere. To ask whether an element exists takes registers.
 enum Outside { kZero, kAny, kShifted };
 
-// `Threads` threads from `First` on share the rows of a chunk, and treat up to four of each at a time.
-template <class Arith, int Width, int Chunk, int Threads, int First = 0>
+// `Threads` threads from `First` on share the rows of a chunk, and treat up to four of each at a time. `Streamed`: they hold no others,
+// see chunk/streamed.cuh.
+template <class Arith, int Width, int Chunk, int Threads, int First = 0, bool Streamed = false>
 struct Rows {
   using Acc = typename Arith::Acc;
   static constexpr int kPacket = 16 / sizeof(typename Arith::Elem);
@@ -74,9 +75,12 @@ struct Rows {
   static constexpr int kShare = kQuads ? 1 : kPerLane;  // packets of a row in a batch
   static constexpr int kParts = kPerLane / kShare;
   static constexpr int kRegisters = kShare * kPacket * static_cast<int>(sizeof(Acc)) / 4;  // that a lane needs for a row
-  static constexpr int kBatch = kRegisters > 8 || kQuads ? 1 : kPasses < 4 ? kPasses : 4;
+  // Rows of a batch, at most. While streamed ones are treated, as many others arrive.
+  static constexpr int kMost = kQuads ? 1 : Streamed ? (kRegisters < 16 ? 16 / kRegisters : 1) : kRegisters > 8 ? 1 : 4;
+  static constexpr int kBatch = kPasses < kMost ? kPasses : kMost;
   static constexpr int kBatches = kPasses / kBatch * kParts;
   static_assert(kPasses % kBatch == 0, "batches must be whole");
+  static constexpr int kHeld = Streamed ? kBatch : kPasses;  // rows that a lane holds
   static_assert((kLanes & (kLanes - 1)) == 0, "the width of a tile must be a power of two");
 
   // A lane's share of one row, and of a batch of rows. The rows of a batch are treated side by side, step by step: a step has
@@ -87,6 +91,9 @@ struct Rows {
     int first, part;  // pass of the first row; first of its packets
   };
   static LA_DEVICE constexpr int first_pass(int batch) { return batch / kParts * kBatch; }
+  // kBatches. Of streamed rows not known to the compiler, which would unroll loops over them, and hold all batches again.
+  static LA_DEVICE int batches() { return kBatches + (Streamed ? unknown_zero() : 0); }
+  static LA_DEVICE constexpr int held(int pass) { return Streamed ? 0 : pass; }
   struct Numbers {  // one for each row
     Acc x[kPasses];
     LA_DEVICE void read(Acc (&numbers)[kBatch], int batch) const {
@@ -95,7 +102,7 @@ struct Rows {
     }
   };
 
-  Word4 raw[kPasses][kPerLane];
+  Word4 raw[kHeld][kPerLane];
 
   static LA_DEVICE u32 id() { return static_cast<u32>(thread()) - First; }
   static LA_DEVICE int row(int pass) { return static_cast<int>(id() / kLanes) + pass * kAtOnce; }
@@ -197,7 +204,7 @@ struct Rows {
 #pragma unroll
     for (int r = 0; r < kBatch; ++r) {
 #pragma unroll
-      for (int i = 0; i < kShare; ++i) decode_packet(raw[v.first + r][v.part + i], dtype, v.row[r].x[i]);
+      for (int i = 0; i < kShare; ++i) decode_packet(raw[held(v.first) + r][v.part + i], dtype, v.row[r].x[i]);
     }
     return v;
   }
@@ -244,7 +251,7 @@ struct Rows {
 
   // Of every row: the factor that makes its length 1, and 1 / |x|; where the squares leave the range of Acc, rows are scaled by a
   // power of two first. A zero row stays zero, with 0.
-  struct Norms { Acc factor[kPasses], inverse[kPasses]; };
+  struct Norms { Acc factor[kHeld], inverse[kHeld]; };
 
   // With quads, what `normalise` needs, found here; otherwise it finds it itself.
   LA_DEVICE Norms norms(const Params& p) {
@@ -321,9 +328,9 @@ struct Rows {
   // v / |v|, if rows are to have length 1.
   static LA_DEVICE void normalise(const Params& p, Batch& v, Norms& norms) {
     if (!kQuads && !p.unit_norm) return;
-    Acc* factor = norms.factor + v.first;
+    Acc* factor = norms.factor + held(v.first);
     if constexpr (!kQuads) {
-      Acc* inverse = norms.inverse + v.first;
+      Acc* inverse = norms.inverse + held(v.first);
       Acc sum[kBatch];
       dots(sum, v, v.row, 1);
       bool plain = true;
