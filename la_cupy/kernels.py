@@ -348,8 +348,8 @@ def _fits(spec: SweepSpec | StateSpec, device: DeviceInfo) -> bool:
     if isinstance(spec, StateSpec):
         few = spec.reversed or (spec.arith == "Tf32x3" and device.arch == 120)
         most = 64 if spec.arith == "F64" else 24 if few else 32
-    elif spec.resident == 1 and spec.threads <= 256:  # 255 registers
-        most = 48 if spec.arith == "F64" and spec.threads < 256 else 140
+    elif spec.resident == 1 and spec.threads <= 256:  # 255 registers, half of them for what waits
+        most = 48 if spec.arith == "F64" and spec.threads < 256 else 128
     elif 2 * spec.loaders <= spec.workers:  # 168
         most = 72
     else:  # 128

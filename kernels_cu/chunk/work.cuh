@@ -117,8 +117,11 @@ struct Work {
       Sums::finish_columns(columns, p, block, now.copy);
       Sums::add_inner(p, block, now);
     } else {
+      // Of a wide state in GradV the sums come first: behind the state they spilled two of its cells.
+      constexpr bool kSumsFirst = kGradV && Config::kInner > 128;
+      if constexpr (kSumsFirst) add_column_sums(now.copy);
       P::update_state(state, block.tile_c(now.copy), block.tile_b(now.copy), scale);
-      if constexpr (!kSame<Role, GradK>) add_column_sums(now.copy);
+      if constexpr (!kSumsFirst && !kSame<Role, GradK>) add_column_sums(now.copy);
     }
   }
 
@@ -193,13 +196,14 @@ struct Work {
   // The final state, from the last segment of the first of the heads that share it.
   LA_DEVICE void finish(int copy) {
     if (p.final.kv == 0 || !block.last_segment(p) || !block.head.first(p.final.kv_lead)) return;
+    const auto first = [] { return thread() + (Config::kInner > 128 ? unknown_zero() : 0); };  // not kept all along a wide walk
     const StatePlace at = StatePlace::find<Acc>(p.final, block.head, p, 0);
     StateIO::write(state, p, at.kv, block.column0);
-    for (int i = thread(); i < Config::kColumns; i += Config::kWorkerThreads) {
+    for (int i = first(); i < Config::kColumns; i += Config::kWorkerThreads) {
       if (block.column0 + i < p.e) store_number(at.v_sum, block.column0 + i, block.column_sum(copy)[i]);
     }
     if (block.split != 0) return;
-    for (int i = thread(); i < p.d; i += Config::kWorkerThreads) store_number(at.k_sum, i, block.inner_sum(copy)[i]);
+    for (int i = first(); i < p.d; i += Config::kWorkerThreads) store_number(at.k_sum, i, block.inner_sum(copy)[i]);
     if (thread() == 0) store_number(at.count, 0, block.count_before(block.chunks));
   }
 };
