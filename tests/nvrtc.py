@@ -18,22 +18,7 @@ from pathlib import Path
 from cuda.bindings import nvrtc
 
 from la_cupy import compile as la_compile
-from la_cupy.kernels import Spec, SweepSpec
-
-SPILLS_OF_WIDE_SWEEPS = {"Bf16": 64, "Tf32": 64, "Tf32x3": 64, "F64": 2432}
-"""Bytes of spill stores and loads a thread, for those walks that may have any: they are here to go down.
-
-A walk with D or E over 128 keeps a state of 128 registers a thread, and nearly all of them spill nothing.
-The others miss by a few registers; but loaders of GradQ and GradK in float64, D and E over 128, by many
-(2324 bytes at worst, with NVRTC 13.5).
-"""
-
-
-def spills_allowed(spec: Spec, arch: str) -> int:
-    """None in pre-passes, scans, and walks with D and E up to 128."""
-    if not isinstance(spec, SweepSpec) or max(spec.inner, spec.row) <= 128:
-        return 0
-    return SPILLS_OF_WIDE_SWEEPS[spec.arith]
+from la_cupy.kernels import Spec
 
 
 class CompileError(Exception):
