@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 try:
-    import jax
     from lm_checkpoints import parameters_of
     from lm_config import UserError
     from lm_decoding import Decoder, Words, capacity_for, generate
@@ -61,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
             f"for --beyond with a model of linear attention"
         )
     decoder = Decoder(config, parameters, capacity_for(len(prompt), options.tokens))
-    remembered = sum(x.nbytes for x in jax.tree.leaves(jax.eval_shape(lambda: decoder.empty(1))))
+    remembered = decoder.remembered(1)
     words = Words(tokenizer)
     print(options.prompt, end="")
     counted, start = 0, 0.0

@@ -24,7 +24,11 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int = 2) -> None:
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports each file it opens
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
-        self._manager = ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
+        self._manager = ocp.CheckpointManager(
+            (folder / "checkpoints").absolute(),
+            item_handlers=ocp.StandardCheckpointHandler(),  # without it there is no metadata
+            options=options,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -60,7 +64,7 @@ class Checkpoints:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         metadata = self._manager.item_metadata(step)
         wanted = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), dict(metadata)
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), metadata.tree
         )
         tree: Tree = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
         return tree["parameters"]

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from la_cupy.results import State
 from lm_config import ModelConfig, UserError
 from lm_model import Block, norm, rebuild, wide_product
+
+from la_cupy.results import State
 
 Array = Any
 Tree = Any
@@ -57,6 +58,11 @@ class Decoder:
             return [State(*(jnp.zeros(s, jnp.float32) for s in shapes)) for _ in range(c.layers)]
         shape = batch, self.capacity, c.heads, c.head_width
         return [tuple(jnp.zeros(shape, c.dtype) for _ in range(2)) for _ in range(c.layers)]
+
+    def remembered(self, batch: int) -> int:
+        """Bytes of what the layers remember."""
+        leaves = jax.tree.leaves(jax.eval_shape(lambda: self.empty(batch)))
+        return sum(x.size * x.dtype.itemsize for x in leaves)
 
     def read(self, prompt: np.ndarray[Any, Any]) -> tuple[Array, Caches]:
         """Logits (B, vocabulary) of what follows a prompt (B, N), and what is remembered of it."""
