@@ -65,8 +65,8 @@ class ModelConfig:
         """Of forward and backward together, as model-FLOPs utilisation counts them.
 
         A matrix costs 6 for each of its numbers. Softmax attention has two products with the half
-        of `length` keys that the mask leaves, linear attention three with a state of
-        head_width x head_width: its sum, and q with it. What is computed again (remat, or inside a
+        of `length` keys that the mask leaves, linear attention two with a state of head_width rows:
+        k into it, and q with it. What is computed again (remat, or inside a
         kernel) does not count.
         """
         keys = length / 2 if self.attention == "softmax" else self.head_width
@@ -128,6 +128,29 @@ PRESETS = {
     # 24 layers of width 2048 as in Pythia-1.4B; 50304 = 393 * 128 is 50 k for the tensor cores
     "1.4b": _preset(50304, 24, 2048, 16, 2048, 100000, 512, 2e-4, remat="dots"),
 }
+
+
+def variant(config: ModelConfig, text: str) -> ModelConfig:
+    """`config` with the attention that a word describes.
+
+    "softmax", "linear", or with options as in "linear:a=0,feature_map=exp,qk_norm=none".
+    """
+    kind, _, options = text.partition(":")
+    changes: dict[str, Any] = {"attention": kind}
+    for option in filter(None, options.split(",")):
+        name, _, value = option.partition("=")
+        if name in ("a", "b"):
+            try:
+                changes[name] = float(value)
+            except ValueError as error:
+                raise UserError(f"{text!r} has {option!r}: {name} must be a number") from error
+        elif name in ("feature_map", "qk_norm"):
+            changes[name] = None if value == "none" else value
+        else:
+            raise UserError(
+                f"{text!r} has {option!r}, but the options are a, b, feature_map and qk_norm"
+            )
+    return dataclasses.replace(config, **changes)
 
 
 def as_json(value: Any) -> dict[str, Any]:

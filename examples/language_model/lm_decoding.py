@@ -47,6 +47,7 @@ class Decoder:
         self._block = rebuild(lambda: Block(config, nnx.Rngs(0)))
         self._norm = rebuild(lambda: norm(config, nnx.Rngs(0)))
         self._read = jax.jit(self._run, static_argnums=2)
+        self._step = jax.jit(self._run)
         self._decode = jax.jit(self._tokens, static_argnums=(4, 5), donate_argnums=3)
 
     def empty(self, batch: int) -> Caches:
@@ -68,6 +69,15 @@ class Decoder:
         """Logits (B, vocabulary) of what follows a prompt (B, N), and what is remembered of it."""
         result: tuple[Array, Caches] = self._read(
             self.parameters, jnp.asarray(prompt), 0, self.empty(len(prompt))
+        )
+        return result
+
+    def step(
+        self, tokens: np.ndarray[Any, Any], start: int, caches: Caches
+    ) -> tuple[Array, Caches]:
+        """As `read`, of tokens (B, N) that come after `start` others."""
+        result: tuple[Array, Caches] = self._step(
+            self.parameters, jnp.asarray(tokens), jnp.asarray(start), caches
         )
         return result
 

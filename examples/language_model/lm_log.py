@@ -62,16 +62,14 @@ def read(path: Path) -> list[dict[str, Any]]:
 class Rate:
     """Tokens a second since it was last asked."""
 
-    def __init__(self) -> None:
-        self._start, self._tokens = time.perf_counter(), 0
+    def __init__(self, tokens: int) -> None:
+        self._tokens, self._start = tokens, time.perf_counter()
 
-    def add(self, tokens: int) -> None:
-        self._tokens += tokens
-
-    def take(self) -> float:
+    def at(self, tokens: int) -> float:
+        """With so many tokens behind since the run began."""
         now = time.perf_counter()
-        rate = self._tokens / max(now - self._start, 1e-9)
-        self._start, self._tokens = now, 0
+        rate = (tokens - self._tokens) / max(now - self._start, 1e-9)
+        self._tokens, self._start = tokens, now
         return rate
 
     def pause(self, seconds: float) -> None:

@@ -50,67 +50,79 @@ def train(trainer: Trainer, corpus: Corpus, folder: Path, schedule: Schedule) ->
         if first and writer:
             print(f"goes on from the checkpoint of step {first} in {folder}", flush=True)
         with Log(folder / LOG if writer else None, first) as log:
-            return list(_steps(trainer, corpus, schedule, checkpoints, log, tree, first))
+            loop = _Loop(trainer, corpus, schedule, checkpoints, log)
+            return list(loop.steps(tree, first))
 
 
-def _steps(
-    trainer: Trainer,
-    corpus: Corpus,
-    schedule: Schedule,
-    checkpoints: Checkpoints,
-    log: Log,
-    tree: Tree,
-    first: int,
-) -> Iterator[float]:
-    recipe, length = trainer.recipe, trainer.config.length
-    tokens, rate = recipe.batch * length, Rate()
-    waiting: list[tuple[int, Any]] = []
-    bar = progress(first, recipe.steps, quiet=jax.process_index() > 0)
-    for step in bar:
-        windows = corpus.batch(recipe.seed, step, recipe.batch, length)
-        tree, loss = trainer.step(tree, *trainer.put(windows))
-        waiting.append((step, loss))
-        rate.add(tokens)
-        done, last = step + 1, step + 1 == recipe.steps
-        keep = _due(done, schedule.checkpoint) or last
-        # Losses are read one step late, while the device has its next step; but none is left out
-        # of the log that a checkpoint has behind it.
-        ready, waiting = (waiting, []) if keep else (waiting[:-1], waiting[-1:])
-        for number, value in ready:
-            yield _record(log, bar, schedule, rate, number, float(value), tokens, recipe.steps)
-        if keep:
-            checkpoints.save(done, tree)
-        if _due(done, schedule.validate) or (last and schedule.validate):
-            start = time.perf_counter()
-            log.write({"step": step, "tokens": done * tokens, "validation": validate(
-                trainer, corpus, tree["parameters"], schedule.validation_batches)})  # fmt: skip
-            rate.pause(time.perf_counter() - start)
+class _Loop:
+    """The steps of a run, and what is said about them."""
 
+    def __init__(
+        self,
+        trainer: Trainer,
+        corpus: Corpus,
+        schedule: Schedule,
+        checkpoints: Checkpoints,
+        log: Log,
+    ) -> None:
+        self._trainer, self._corpus, self._schedule = trainer, corpus, schedule
+        self._checkpoints, self._log = checkpoints, log
+        self._tokens = trainer.recipe.batch * trainer.config.length  # of a step
+        self._last = trainer.recipe.steps
+        self._writer = jax.process_index() == 0
 
-def _record(
-    log: Log,
-    bar: Any,
-    schedule: Schedule,
-    rate: Rate,
-    step: int,
-    loss: float,
-    tokens: int,
-    steps: int,
-) -> float:
-    """Writes down the loss of a step, where it is time to; stops a run that has gone astray."""
-    if not np.isfinite(loss):
-        raise UserError(
-            f"the loss of step {step} is {loss}: start again with a smaller --learning-rate"
-        )
-    if step == 0 or _due(step + 1, schedule.log) or step + 1 == steps:
-        speed, memory = rate.take(), memory_gib()
-        record = {"step": step, "tokens": (step + 1) * tokens, "loss": loss}
-        log.write({**record, "tokens_per_s": round(speed), "memory_gib": round(memory, 3)})
-        bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s, {memory:.2f} GiB")
-        if bar.disable and jax.process_index() == 0:
-            print(f"step {step:6d}  loss {loss:.4f}  {speed:9,.0f} tokens/s  {memory:.2f} GiB",
-                  flush=True)  # fmt: skip
-    return loss
+    def steps(self, tree: Tree, first: int) -> Iterator[float]:
+        """Trains from step `first` on; the loss of each step."""
+        recipe, schedule, length = self._trainer.recipe, self._schedule, self._trainer.config.length
+        self._rate = Rate(first * self._tokens)
+        self._bar = progress(first, self._last, quiet=not self._writer)
+        waiting: list[tuple[int, Any]] = []
+        for step in self._bar:
+            windows = self._corpus.batch(recipe.seed, step, recipe.batch, length)
+            tree, loss = self._trainer.step(tree, *self._trainer.put(windows))
+            waiting.append((step, loss))
+            keep, judge = (
+                self._due(step, every) for every in (schedule.checkpoint, schedule.validate)
+            )
+            keep |= step + 1 == self._last
+            # Losses are read one step late, while the device has its next step; but the log has
+            # all that lies behind a checkpoint, which a resumed run does not repeat.
+            ready, waiting = (waiting, []) if keep or judge else (waiting[:-1], waiting[-1:])
+            for number, value in ready:
+                yield self._record(number, float(value))
+            if judge:
+                self._judge(step, tree["parameters"])
+            if keep:
+                self._checkpoints.save(step + 1, tree)
+
+    def _due(self, step: int, every: int) -> bool:
+        return every > 0 and ((step + 1) % every == 0 or step + 1 == self._last)
+
+    def _record(self, step: int, loss: float) -> float:
+        """Writes down the loss of a step, where it is time to; stops a run that has gone astray."""
+        if not np.isfinite(loss):
+            raise UserError(
+                f"the loss of step {step} is {loss}: start again with a smaller --learning-rate"
+            )
+        if step == 0 or self._due(step, self._schedule.log):
+            tokens = (step + 1) * self._tokens
+            speed, memory = self._rate.at(tokens), memory_gib()
+            record = {"step": step, "tokens": tokens, "loss": loss}
+            self._log.write(
+                {**record, "tokens_per_s": round(speed), "memory_gib": round(memory, 3)}
+            )
+            words = f"loss {loss:.4f}  {speed:9,.0f} tokens/s  {memory:.2f} GiB"
+            self._bar.set_postfix_str(words)
+            if self._bar.disable and self._writer:
+                print(f"step {step:6d}  {words}", flush=True)
+        return loss
+
+    def _judge(self, step: int, parameters: Tree) -> None:
+        start = time.perf_counter()
+        loss = validate(self._trainer, self._corpus, parameters, self._schedule.validation_batches)
+        tokens = (step + 1) * self._tokens
+        self._log.write({"step": step, "tokens": tokens, "validation": loss})
+        self._rate.pause(time.perf_counter() - start)
 
 
 def validate(trainer: Trainer, corpus: Corpus, parameters: Tree, batches: int) -> float:
@@ -121,7 +133,3 @@ def validate(trainer: Trainer, corpus: Corpus, parameters: Tree, batches: int) -
         for windows in corpus.held_out(size, length, batches)
     ]
     return float(np.mean([float(x) for x in losses]))
-
-
-def _due(done: int, every: int) -> bool:
-    return every > 0 and done % every == 0
