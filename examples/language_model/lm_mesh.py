@@ -8,13 +8,17 @@ seq    sequences are split; linear attention then exchanges states (`axis_name="
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lm_config import UserError
+
+Result = TypeVar("Result")
 
 AXES = ("data", "fsdp", "seq")
 BATCH = ("data", "fsdp")
@@ -22,9 +26,9 @@ ROWS = P(BATCH, "seq")
 """Of arrays (batch, length, ...)."""
 
 
-def make_mesh(data: int | None = None, fsdp: int = 1, seq: int = 1) -> Any:
-    """A mesh over data * fsdp * seq devices; without `data`, over as many as there are."""
-    devices = jax.devices()
+def make_mesh(data: int | None = None, fsdp: int = 1, seq: int = 1, devices: Any = None) -> Any:
+    """A mesh over data * fsdp * seq of the devices (all); without `data`, as many as there are."""
+    devices = devices or jax.devices()
     for name, size in (("data", data), ("fsdp", fsdp), ("seq", seq)):
         if size is not None and size < 1:
             raise UserError(f"--{name} is {size}, but must be 1 or more")
@@ -89,6 +93,14 @@ def put_batch(mesh: Any, rows: np.ndarray[Any, Any]) -> Any:
     """An array over the mesh; each process hands over what its own devices hold."""
     sharding = NamedSharding(mesh, ROWS)
     return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+
+
+def first_process_first(make: Callable[[], Result]) -> Result:
+    """What `make` returns: in other processes called once the first has left its files behind."""
+    first = jax.process_index() == 0
+    result = make() if first else None
+    multihost_utils.sync_global_devices("first process first")
+    return make() if result is None else result
 
 
 def constrain(mesh: Mesh | None, x: Any) -> Any:

@@ -42,7 +42,7 @@ def rotate(x: Array, start: Any) -> Array:
 def softmax(q: Array, k: Array, v: Array, **options: Any) -> Array:
     """JAX's attention; by cuDNN where a GPU and the types allow it, and no mask is needed."""
     fast = jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
-    fast = fast and q.shape[1] > 1 and "mask" not in options and q.shape[-1] <= 128
+    fast = fast and "mask" not in options and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0
     implementation = "cudnn" if fast else "xla"
     return jax.nn.dot_product_attention(q, k, v, implementation=implementation, **options)
 

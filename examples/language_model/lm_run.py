@@ -15,6 +15,7 @@ from lm_checkpoints import ABOUT, Checkpoints, about, check_about, write_about
 from lm_config import UserError
 from lm_corpus import Corpus
 from lm_log import LOG, Log, Rate, memory_gib, progress
+from lm_mesh import first_process_first
 from lm_training import Trainer
 
 Tree = Any
@@ -38,12 +39,7 @@ def train(trainer: Trainer, corpus: Corpus, folder: Path, schedule: Schedule) ->
     corpus.check(trainer.config.length)
     writer = jax.process_index() == 0
     asked = about(trainer, corpus.name)
-    if (folder / ABOUT).exists():
-        check_about(folder, asked)
-    elif writer:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copy(corpus.tokenizer, folder)  # generate.py needs nothing from elsewhere
-        write_about(folder, asked)
+    first_process_first(lambda: _open(folder, asked, corpus))
     with Checkpoints(folder) as checkpoints:
         first = checkpoints.latest or 0
         tree = checkpoints.restore(trainer) if first else trainer.initial()
@@ -52,6 +48,17 @@ def train(trainer: Trainer, corpus: Corpus, folder: Path, schedule: Schedule) ->
         with Log(folder / LOG if writer else None, first) as log:
             loop = _Loop(trainer, corpus, schedule, checkpoints, log)
             return list(loop.steps(tree, first))
+
+
+def _open(folder: Path, asked: dict[str, Any], corpus: Corpus) -> bool:
+    """Makes the folder of a new run; or finds it, and that it is of the same run."""
+    if (folder / ABOUT).exists():
+        check_about(folder, asked)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(corpus.tokenizer, folder)  # generate.py needs nothing from elsewhere
+        write_about(folder, asked)
+    return True
 
 
 class _Loop:

@@ -28,7 +28,7 @@ try:
     from lm_config import ATTENTIONS, PRESETS, REMATS, ModelConfig, Recipe, UserError
     from lm_corpus import Corpus, prepare
     from lm_log import LOG, plot, read
-    from lm_mesh import check_mesh, make_mesh
+    from lm_mesh import check_mesh, first_process_first, make_mesh
     from lm_run import Schedule, train
     from lm_training import make_trainer
 except ModuleNotFoundError as missing:
@@ -83,7 +83,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=int, help="devices for parts of a batch; all that are left")
     parser.add_argument("--fsdp", type=int, default=1, help="devices that share the parameters")
     parser.add_argument("--seq", type=int, default=1, help="devices for pieces of a sequence")
-    parser.add_argument("--distributed", action="store_true", help="this is one of several hosts")
+    parser.add_argument(
+        "--distributed",
+        nargs="*",
+        metavar=("HOST:PORT COUNT", "INDEX"),
+        help="this is one of several hosts: of the first one an address, how many, and which; "
+        "nothing where a cluster's manager knows",
+    )
     return parser.parse_args(arguments)
 
 
@@ -118,17 +124,30 @@ def keep_programs(folder: Path) -> None:
             jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
 
 
+def join(words: list[str]) -> None:
+    """Makes this process one of several, before JAX looks for its devices."""
+    if len(words) not in (0, 3) or not all(word.isdecimal() for word in words[1:]):
+        raise UserError(
+            f"--distributed has {' '.join(words)!r}, but takes nothing, or HOST:PORT COUNT INDEX "
+            f"as in --distributed 10.0.0.1:1234 2 0"
+        )
+    if words:
+        jax.distributed.initialize(words[0], int(words[1]), int(words[2]))
+    else:
+        jax.distributed.initialize()
+
+
 def run(options: argparse.Namespace) -> list[float]:
     """Trains as the flags say; the losses of this call's steps."""
-    if options.distributed:
-        jax.distributed.initialize()
+    if options.distributed is not None:
+        join(options.distributed)
     config, recipe = model_from(options), recipe_from(options)
     mesh = make_mesh(options.data, options.fsdp, options.seq)
     check_mesh(mesh, config.attention, recipe.batch, config.length)
     folder: Path = options.run or Path("runs", f"{options.preset}-{options.attention}")
     if options.fresh and (folder / ABOUT).exists() and jax.process_index() == 0:
         shutil.rmtree(folder)
-    corpus = corpus_from(options)
+    corpus = first_process_first(lambda: corpus_from(options))
     keep_programs(folder)
     if jax.process_index() == 0:
         print(
