@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -138,7 +139,6 @@ class Transformer(nnx.Module):
             config.vocabulary,
             config.width,
             embedding_init=nnx.initializers.normal(0.02),
-            dtype=config.dtype,
             rngs=rngs,
         )
 
@@ -157,7 +157,7 @@ class Transformer(nnx.Module):
                 f"a sequence has {tokens.shape[1]} tokens, but the model is configured for "
                 f"{self.config.length}: cut it, or train with a larger --length"
             )
-        x = constrain(self.mesh, self.embed(tokens))
+        x = constrain(self.mesh, lookup(self.embed.embedding[...], tokens, self.config.dtype))
         definition, stacked = nnx.split(self.blocks)
 
         def layer(x: Array, parameters: Any) -> tuple[Array, None]:
@@ -193,6 +193,30 @@ def _wide_backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, A
 
 
 wide_product.defvjp(_wide_forward, _wide_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def lookup(table: Array, tokens: Array, dtype: str) -> Array:
+    """Rows of a table (V, W).
+
+    Their gradient is a product with what is 1 at each token. Adding up rows at the places of
+    tokens would be a scatter, which on a GPU adds in another order each time.
+    """
+    return table[tokens].astype(dtype)
+
+
+def _lookup_forward(table: Array, tokens: Array, dtype: str) -> tuple[Array, tuple[Array, int]]:
+    return lookup(table, tokens, dtype), (tokens, table.shape[0])
+
+
+def _lookup_backward(dtype: str, kept: tuple[Array, int], gradient: Array) -> tuple[Array, None]:
+    tokens, rows = kept
+    ones = jax.nn.one_hot(tokens, rows, dtype=dtype)
+    table = jnp.einsum("...v,...w->vw", ones, gradient, preferred_element_type=jnp.float32)
+    return table, None
+
+
+lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def rematerialised(layer: Any, remat: str) -> Any:

@@ -86,7 +86,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--distributed",
         nargs="*",
-        metavar=("HOST:PORT COUNT", "INDEX"),
+        metavar=("HOST:PORT", "COUNT INDEX"),
         help="this is one of several hosts: of the first one an address, how many, and which; "
         "nothing where a cluster's manager knows",
     )
@@ -120,6 +120,7 @@ def keep_programs(folder: Path) -> None:
     """
     if jax.default_backend() == "gpu":
         jax.config.update("jax_compilation_cache_dir", str(folder.absolute() / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         if hasattr(jax.config, "jax_remove_custom_partitioning_ptr_from_cache_key"):
             jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
 
@@ -147,8 +148,8 @@ def run(options: argparse.Namespace) -> list[float]:
     folder: Path = options.run or Path("runs", f"{options.preset}-{options.attention}")
     if options.fresh and (folder / ABOUT).exists() and jax.process_index() == 0:
         shutil.rmtree(folder)
-    corpus = first_process_first(lambda: corpus_from(options))
     keep_programs(folder)
+    corpus = first_process_first(lambda: corpus_from(options))
     if jax.process_index() == 0:
         print(
             f"{config.parameters / 1e6:.1f} M parameters, {config.attention} attention, "
