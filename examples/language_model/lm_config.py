@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,19 @@ REMATS = ("none", "dots", "layers")
 
 class UserError(Exception):
     """A mistake in what was asked for: one sentence, which the programs print without a trace."""
+
+
+def prepare_gpu(exact: bool = False) -> None:
+    """Environment of JAX and XLA, to be set before they look for devices.
+
+    The state of a large model takes most of a GPU, of which JAX leaves a quarter unless told not
+    to. `exact` leaves out algorithms that add in another order each time, such as cuDNN's usual
+    gradient of softmax attention, so that a resumed run has the losses of one that was not stopped.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if exact and "xla_gpu_exclude_nondeterministic_ops" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_exclude_nondeterministic_ops=true".strip()
 
 
 @dataclass(frozen=True)

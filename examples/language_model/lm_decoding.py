@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from lm_config import ModelConfig, UserError
-from lm_model import Block, norm, rebuild, wide_product
+from lm_model import Block, norm, rebuild, turns, wide_product
 
 from la_cupy.results import State
 
@@ -93,9 +93,10 @@ class Decoder:
     def _run(self, parameters: Tree, tokens: Array, start: Any, caches: Caches) -> Any:
         """Logits after the last of tokens (B, N), which begin at place `start`."""
         x = parameters["embed"]["embedding"][tokens]
+        by = turns(self.config, tokens.shape[1], start)
         new = []
         for part, cache in zip(parameters["blocks"], caches, strict=True):
-            x, cache = self._block(part)(x, start, cache)
+            x, cache = self._block(part)(x, by, start, cache)
             new.append(cache)
         x = self._norm(parameters["norm"])(x[:, -1])
         return wide_product(x, parameters["head"]["kernel"]), new

@@ -20,6 +20,7 @@ from lm_mesh import ROWS, constrain
 
 Array = Any
 Tree = Any
+Turns = tuple[Array, Array]
 Cache = Any
 """What a layer remembers of earlier tokens: a State, or (keys, values) of all positions."""
 
@@ -30,12 +31,17 @@ def operator_options(config: ModelConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def rotate(x: Array, start: Any) -> Array:
-    """Rotary positions: pairs of columns of (B, N, H, D) turn by angles that grow with the row."""
-    half = x.shape[-1] // 2
+def turns(config: ModelConfig, rows: int, start: Any = 0) -> Turns:
+    """Cosines and sines (rows, 1, D / 2) of angles that grow with the row, from `start` on."""
+    half = config.head_width // 2
     rates = 10000.0 ** (-jnp.arange(half) / half)
-    angles = (start + jnp.arange(x.shape[1]))[:, None, None] * rates
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    angles = (start + jnp.arange(rows))[:, None, None] * rates
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Array, by: Turns) -> Array:
+    """Rotary positions: columns i and i + D / 2 of (B, N, H, D) turn as a point of the plane."""
+    cos, sin = by
     u, w = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([u * cos - w * sin, u * sin + w * cos], axis=-1).astype(x.dtype)
 
@@ -58,10 +64,12 @@ class Attention(nnx.Module):
         )
         self.out = linear(config, config.width, config.width, rngs, depth=config.layers)
 
-    def __call__(self, x: Array, start: Any = 0, cache: Cache = None) -> tuple[Array, Cache]:
+    def __call__(
+        self, x: Array, by: Turns, start: Any = 0, cache: Cache = None
+    ) -> tuple[Array, Cache]:
         heads = (*x.shape[:2], self.config.heads, self.config.head_width)
         q, k, v = (part(x).reshape(heads) for part in (self.query, self.key, self.value))
-        q, k = rotate(q, start), rotate(k, start)
+        q, k = rotate(q, by), rotate(k, by)
         if cache is None:
             out = self._whole(q, k, v)
         elif self.config.attention == "linear":
@@ -121,8 +129,10 @@ class Block(nnx.Module):
         self.wide = linear(config, config.width, 4 * config.width, rngs)
         self.narrow = linear(config, 4 * config.width, config.width, rngs, depth=config.layers)
 
-    def __call__(self, x: Array, start: Any = 0, cache: Cache = None) -> tuple[Array, Cache]:
-        attended, cache = self.attention(self.norm1(x), start, cache)
+    def __call__(
+        self, x: Array, by: Turns, start: Any = 0, cache: Cache = None
+    ) -> tuple[Array, Cache]:
+        attended, cache = self.attention(self.norm1(x), by, start, cache)
         x = x + attended
         x = x + self.narrow(nnx.gelu(self.wide(self.norm2(x))))
         return constrain(self.mesh, x), cache
@@ -159,9 +169,10 @@ class Transformer(nnx.Module):
             )
         x = constrain(self.mesh, lookup(self.embed.embedding[...], tokens, self.config.dtype))
         definition, stacked = nnx.split(self.blocks)
+        by = turns(self.config, tokens.shape[1])  # once, for all layers
 
         def layer(x: Array, parameters: Any) -> tuple[Array, None]:
-            return nnx.merge(definition, parameters)(x)[0], None
+            return nnx.merge(definition, parameters)(x, by)[0], None
 
         x, _ = jax.lax.scan(rematerialised(layer, self.remat), x, stacked)
         return self.logits(x)

@@ -24,9 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
-
-from lm_config import ATTENTIONS, PRESETS, REMATS, Recipe
+from lm_config import ATTENTIONS, PRESETS, REMATS, Recipe, prepare_gpu
 from lm_report import Budget, axes, machine, table, write
 
 KINDS = {
@@ -188,4 +186,5 @@ def draw(rows: dict[str, Any], path: Path, title: str) -> None:
 
 
 if __name__ == "__main__":
+    prepare_gpu()
     raise SystemExit(main())

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
-
 import jax
-from lm_config import PRESETS, REMATS, Recipe, UserError, variant
+from lm_config import PRESETS, REMATS, Recipe, UserError, prepare_gpu, variant
 from lm_corpus import Corpus, prepare
 from lm_log import LOG, plot, read
 from lm_mesh import check_mesh, make_mesh
@@ -164,4 +161,5 @@ def run(
 
 
 if __name__ == "__main__":
+    prepare_gpu()
     raise SystemExit(main())

@@ -13,16 +13,13 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
-
-from lm_config import ATTENTIONS, PRESETS, REMATS, Recipe
+from lm_config import ATTENTIONS, PRESETS, REMATS, Recipe, prepare_gpu
 from lm_report import Budget, axes, machine, peak_flops, table, timed, write
 
 ENOUGH = 60.0
@@ -191,4 +188,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    prepare_gpu()
     raise SystemExit(main())

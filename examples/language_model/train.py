@@ -13,19 +13,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-# The state of a large model takes most of a GPU; JAX keeps a quarter back unless told not to.
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
-
 try:
     import jax
     from lm_checkpoints import ABOUT
-    from lm_config import ATTENTIONS, PRESETS, REMATS, ModelConfig, Recipe, UserError
+    from lm_config import ATTENTIONS, PRESETS, REMATS, ModelConfig, Recipe, UserError, prepare_gpu
     from lm_corpus import Corpus, prepare
     from lm_log import LOG, plot, read
     from lm_mesh import check_mesh, first_process_first, make_mesh
@@ -188,4 +184,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    prepare_gpu(exact=True)
     raise SystemExit(main())
