@@ -50,4 +50,4 @@ def test_decoding_is_right_and_has_a_speed(tmp_path: Path) -> None:
     flags = ["--preset", "tiny", "--contexts", "64", "--batches", "1"]
     done = run("measure_decoding.py", *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "| linear | 1 | 64 |" in done.stdout and "| softmax | 1 | 64 |" in done.stdout
+    assert "| linear | 1 | any |" in done.stdout and "| softmax | 1 | 64 |" in done.stdout

@@ -87,7 +87,7 @@ def losses_of(run: Path) -> dict[int, float]:
 def test_a_killed_run_continues_to_the_same_losses(
     text: Path, corpora: Path, tmp_path: Path
 ) -> None:
-    flags = ["--steps", "20", "--checkpoint-every", "5", "--validate-every", "10"]
+    flags = ["--steps", "40", "--checkpoint-every", "5", "--validate-every", "20"]
     whole = run_to_end(command(text, tmp_path / "whole", *flags))
     assert whole.returncode == 0, whole.stderr
     assert (tmp_path / "whole" / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -102,18 +102,18 @@ def test_a_killed_run_continues_to_the_same_losses(
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert 10 <= len(losses_of(killed)) < 20, "it was killed on its way"
+    assert 10 <= len(losses_of(killed)) < 40, "it was killed on its way"
     again = run_to_end(command(text, killed, *flags))
     assert again.returncode == 0, again.stderr
     assert "goes on from the checkpoint of step" in again.stdout
     expected = losses_of(tmp_path / "whole")
-    assert losses_of(killed) == expected and list(expected) == list(range(20))
-    assert expected[19] < expected[0]
-    last = f"loss: first {expected[0]:.4f}, last {expected[19]:.4f}"
+    assert losses_of(killed) == expected and list(expected) == list(range(40))
+    assert expected[39] < expected[0]
+    last = f"loss: first {expected[0]:.4f}, last {expected[39]:.4f}"
     for done in (whole, again):
         assert done.stdout.splitlines()[-1] == last
     validations = [r["step"] for r in lm_log.read(killed / lm_log.LOG) if "validation" in r]
-    assert validations == [9, 19]
+    assert validations == [19, 39]
 
 
 @pytest.fixture(scope="module")

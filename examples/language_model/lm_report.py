@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -10,6 +11,8 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100": 989e12, "NVIDIA A100": 312e12}
 """Dense bfloat16 products a second, from the makers' data sheets, by the start of the name."""
@@ -67,6 +70,26 @@ def commit() -> str:
         return git("rev-parse", "--short", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def training_case(preset: str, kind: str, length: int, batch: int, remat: str) -> Any:
+    """A trainer of a preset on one device, its state, and one batch of random tokens.
+
+    In bfloat16 on a GPU, as train.py has it. Every token is as likely as another, which changes
+    nothing in how long a step takes.
+    """
+    import jax
+    from lm_config import PRESETS, Recipe
+    from lm_mesh import make_mesh
+    from lm_training import make_trainer
+
+    dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    model = PRESETS[preset].model
+    config = dataclasses.replace(model, length=length, attention=kind, dtype=dtype)
+    trainer = make_trainer(config, Recipe(1000, batch, 1e-4, warmup=1), make_mesh(1), remat)
+    shape = batch, length + 1
+    tokens = np.random.default_rng(0).integers(config.vocabulary, size=shape, dtype=np.int32)
+    return trainer, trainer.initial(), trainer.put(tokens)
 
 
 def timed(function: Callable[[], Any], repeats: int) -> float:

@@ -11,8 +11,8 @@ fused with other things by XLA, and counts as the rest. Writes profile.json and 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import math
 import os
 import re
 import subprocess
@@ -24,8 +24,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lm_config import ATTENTIONS, PRESETS, REMATS, Recipe, prepare_gpu
-from lm_report import Budget, axes, machine, table, write
+from lm_config import ATTENTIONS, PRESETS, REMATS, prepare_gpu
+from lm_report import Budget, axes, machine, table, training_case, write
 
 KINDS = {
     # this library's kernels live in namespace la (mangled: 2la); the others are cuDNN's
@@ -77,23 +77,10 @@ def events_of(folder: Path) -> list[tuple[str, float]]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One kind of attention, in this process."""
     import jax
-    import numpy as np
-    from lm_mesh import make_mesh
-    from lm_training import make_trainer
 
-    on_gpu = jax.default_backend() == "gpu"
-    config = dataclasses.replace(
-        PRESETS[options.preset].model,
-        length=options.length,
-        attention=options.only,
-        dtype="bfloat16" if on_gpu else "float32",
-    )
     batch = max(options.tokens // options.length, 1)
-    trainer = make_trainer(config, Recipe(1000, batch, 1e-4, warmup=1), make_mesh(1), options.remat)
-    rng = np.random.default_rng(0)
-    windows = rng.integers(config.vocabulary, size=(batch, options.length + 1), dtype=np.int32)
-    x = trainer.put(windows)
-    tree = trainer.initial()
+    case = options.preset, options.only, options.length, batch, options.remat
+    trainer, tree, x = training_case(*case)
     for _ in range(3):
         tree, loss = trainer.step(tree, *x)
     jax.block_until_ready(tree)
@@ -108,7 +95,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 tree, loss = trainer.step(tree, *x)
             jax.block_until_ready(tree)
         found = split(events_of(Path(folder)), options.steps)
-    if not np.isfinite(float(loss)):
+    if not math.isfinite(float(loss)):
         return {"fault": f"WRONG: the loss is {float(loss)}: no figures"}
     return {"fault": None, "step_ms": unprofiled, **found, "machine": machine()}
 

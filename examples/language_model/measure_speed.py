@@ -10,7 +10,6 @@ before --budget does. Writes speed.json and speed.png to --out.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import subprocess
@@ -19,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lm_config import ATTENTIONS, PRESETS, REMATS, Recipe, prepare_gpu
-from lm_report import Budget, axes, machine, peak_flops, table, timed, write
+from lm_config import ATTENTIONS, PRESETS, REMATS, prepare_gpu
+from lm_report import Budget, axes, machine, peak_flops, table, timed, training_case, write
 
 ENOUGH = 60.0
 """Seconds that a case needs at least, most of them for compiling."""
@@ -29,46 +28,31 @@ ENOUGH = 60.0
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One case, in this process."""
     import jax
-    import numpy as np
     from lm_log import memory_gib
-    from lm_mesh import make_mesh
-    from lm_training import make_trainer
 
-    kind, length = options.only[0], int(options.only[1])
-    on_gpu = jax.default_backend() == "gpu"
-    config = dataclasses.replace(
-        PRESETS[options.preset].model,
-        length=length,
-        attention=kind,
-        dtype="bfloat16" if on_gpu else "float32",
-    )
-    batch = options.batch
-    trainer = make_trainer(config, Recipe(1000, batch, 1e-4, warmup=1), make_mesh(1), options.remat)
-    rng = np.random.default_rng(0)
-    windows = rng.integers(config.vocabulary, size=(batch, length + 1), dtype=np.int32)
-    inputs, targets = trainer.put(windows)
-    tree = trainer.initial()
+    kind, length, batch = options.only[0], int(options.only[1]), options.batch
+    trainer, tree, x = training_case(options.preset, kind, length, batch, options.remat)
     start = time.perf_counter()
-    step = trainer.step.lower(tree, inputs, targets).compile()  # type: ignore[attr-defined]
+    step = trainer.step.lower(tree, *x).compile()
     compiling = time.perf_counter() - start
     losses: list[float] = []
 
     def once() -> None:
         nonlocal tree
-        tree, loss = step(tree, inputs, targets)
+        tree, loss = step(tree, *x)
         losses.append(float(loss))
 
     for _ in range(3):
         once()
     seconds = timed(once, options.repeats)
     # a step that does not learn its own batch is no training step, however fast
-    expected = math.log(config.vocabulary)
+    expected = math.log(trainer.config.vocabulary)
     if not (abs(losses[0] - expected) < 1 and losses[-1] < losses[0]):
         return {"fault": f"WRONG: losses {losses[0]:.3f} to {losses[-1]:.3f}: no speed"}
     tokens = batch * length
     device = jax.devices()[0].device_kind
     peak = peak_flops(device)
-    flops = config.flops_per_token(length) * tokens
+    flops = trainer.config.flops_per_token(length) * tokens
     plan = step.memory_analysis()
     return {
         "fault": None,
