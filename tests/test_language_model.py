@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import signal
@@ -34,6 +35,7 @@ from lm_decoding import Decoder, Words, capacity_for
 from lm_decoding import generate as decode
 from lm_mesh import make_mesh
 from lm_model import Transformer, lookup, rebuild, wide_product
+from lm_report import Budget
 from lm_tasks import Task, copying, recall
 from lm_training import cross_entropy, make_trainer
 
@@ -399,15 +401,37 @@ def test_profile_sorts_kernels() -> None:
 
 
 def test_speed_lines() -> None:
-    row = {"length": 8, "batch": 2, "fault": None, "step_ms": 1.0, "mfu": 0.5, "peak_gib": 1.0}
+    row = {
+        "length": 8,
+        "batch": 2,
+        "remat": "dots",
+        "fault": None,
+        "step_ms": 1.0,
+        "mfu": 0.5,
+        "peak_gib": 1.0,
+    }
     rows = [
         {**row, "attention": "linear", "tokens_per_s": 30.0},
         {**row, "attention": "softmax", "tokens_per_s": 20.0},
-        {"length": 16, "batch": 1, "attention": "softmax", "fault": "does not fit"},
+        {**row, "length": 16, "attention": "softmax", "fault": "does not fit"},
     ]
     lines = measure_speed.lines(rows)
     assert [line[-1] for line in lines] == ["1.50", "1.00", ""]
-    assert lines[2][3] == "does not fit"
+    assert lines[2][4] == "does not fit"
+
+
+def test_speed_makes_a_case_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def child(options: Any, kind: str, length: int, batch: int, remat: str, budget: Any) -> Any:
+        tried.append((batch, remat))
+        return {"fault": None if remat == "layers" else "does not fit"}
+
+    monkeypatch.setattr(measure_speed, "_child", child)
+    options = argparse.Namespace(tokens=64, remat="dots")
+    row = measure_speed.case(options, "linear", 16, Budget(1000))
+    assert tried == [(4, "dots"), (2, "dots"), (1, "dots"), (1, "layers")]
+    assert row["fault"] is None and row["remat"] == "layers"
 
 
 def test_flops() -> None:

@@ -46,8 +46,8 @@ def train(trainer: Trainer, corpus: Corpus, folder: Path, schedule: Schedule) ->
         if first and writer:
             print(f"goes on from the checkpoint of step {first} in {folder}", flush=True)
         with Log(folder / LOG if writer else None, first) as log:
-            loop = _Loop(trainer, corpus, schedule, checkpoints, log)
-            return list(loop.steps(tree, first))
+            loop = _Loop(trainer, corpus, schedule, checkpoints, log, first)
+            return list(loop.steps(tree))
 
 
 def _open(folder: Path, asked: dict[str, Any], corpus: Corpus) -> bool:
@@ -71,18 +71,19 @@ class _Loop:
         schedule: Schedule,
         checkpoints: Checkpoints,
         log: Log,
+        first: int,
     ) -> None:
         self._trainer, self._corpus, self._schedule = trainer, corpus, schedule
         self._checkpoints, self._log = checkpoints, log
         self._tokens = trainer.recipe.batch * trainer.config.length  # of a step
         self._last = trainer.recipe.steps
         self._writer = jax.process_index() == 0
-
-    def steps(self, tree: Tree, first: int) -> Iterator[float]:
-        """Trains from step `first` on; the loss of each step."""
-        recipe, schedule, length = self._trainer.recipe, self._schedule, self._trainer.config.length
         self._rate = Rate(first * self._tokens)
         self._bar = progress(first, self._last, quiet=not self._writer)
+
+    def steps(self, tree: Tree) -> Iterator[float]:
+        """Trains the tree from the first step on; the loss of each step."""
+        recipe, schedule, length = self._trainer.recipe, self._schedule, self._trainer.config.length
         waiting: list[tuple[int, Any]] = []
         for step in self._bar:
             windows = self._corpus.batch(recipe.seed, step, recipe.batch, length)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -34,8 +33,7 @@ class Trainer:
     config: ModelConfig
     recipe: Recipe
     mesh: Any
-    shardings: Tree
-    abstract: Tree
+    abstract: Tree  # the shapes, types and places of what `step` takes, for a checkpoint
     initial: Callable[[], Tree]
     step: Callable[[Tree, Array, Array], tuple[Tree, Array]]
     evaluate: Callable[[Tree, Array, Array], Array]
@@ -68,25 +66,26 @@ def make_trainer(config: ModelConfig, recipe: Recipe, mesh: Any, remat: str = "n
         parameters = optax.apply_updates(tree["parameters"], updates)
         return {"parameters": parameters, "optimizer": state, "step": tree["step"] + 1}, value
 
-    abstract = jax.eval_shape(initial)
-    shardings = parameter_shardings(mesh, abstract)
+    shapes = jax.eval_shape(initial)
+    shardings = parameter_shardings(mesh, shapes)
     rows, whole = NamedSharding(mesh, ROWS), NamedSharding(mesh, P())
     return Trainer(
-        config,
-        recipe,
-        mesh,
-        shardings,
-        jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
+        config=config,
+        recipe=recipe,
+        mesh=mesh,
+        abstract=jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
         ),
-        jax.jit(initial, out_shardings=shardings),
-        partial(
-            jax.jit,
+        initial=jax.jit(initial, out_shardings=shardings),
+        step=jax.jit(
+            step,
             in_shardings=(shardings, rows, rows),
             out_shardings=(shardings, whole),
             donate_argnums=0,
-        )(step),
-        jax.jit(loss, in_shardings=(shardings["parameters"], rows, rows), out_shardings=whole),
+        ),
+        evaluate=jax.jit(
+            loss, in_shardings=(shardings["parameters"], rows, rows), out_shardings=whole
+        ),
     )
 
 

@@ -69,21 +69,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def case(options: argparse.Namespace, kind: str, length: int, budget: Budget) -> dict[str, Any]:
-    """One case in a process of its own; a batch that does not fit is halved."""
-    batch = max(options.tokens // length, 1)
+    """One case in a process of its own.
+
+    A batch that does not fit is halved; a single sequence that does not is computed again layer
+    by layer in the backward pass.
+    """
+    batch, remat = max(options.tokens // length, 1), options.remat
     while True:
-        found = _child(options, kind, length, batch, budget)
-        row = {"attention": kind, "length": length, "batch": batch, "remat": options.remat, **found}
-        if found["fault"] != "does not fit" or batch == 1 or not budget.allows(ENOUGH):
+        found = _child(options, kind, length, batch, remat, budget)
+        row = {"attention": kind, "length": length, "batch": batch, "remat": remat, **found}
+        last = batch == 1 and remat == "layers"
+        if found["fault"] != "does not fit" or last or not budget.allows(ENOUGH):
             return row
-        batch //= 2
+        batch, remat = (batch // 2, remat) if batch > 1 else (1, "layers")
 
 
 def _child(
-    options: argparse.Namespace, kind: str, length: int, batch: int, budget: Budget
+    options: argparse.Namespace, kind: str, length: int, batch: int, remat: str, budget: Budget
 ) -> dict[str, Any]:
     command = [sys.executable, __file__, "--only", kind, str(length), "--batch", str(batch)]
-    command += ["--preset", options.preset, "--remat", options.remat]
+    command += ["--preset", options.preset, "--remat", remat]
     command += ["--repeats", str(options.repeats)]
     try:
         done = subprocess.run(
@@ -100,7 +105,17 @@ def _child(
     return {"fault": f"exit {done.returncode}"}
 
 
-COLUMNS = ("attention", "N", "batch", "step ms", "tokens/s", "MFU", "peak GiB", "against softmax")
+COLUMNS = (
+    "attention",
+    "N",
+    "batch",
+    "remat",
+    "step ms",
+    "tokens/s",
+    "MFU",
+    "peak GiB",
+    "against softmax",
+)
 
 
 def lines(rows: list[dict[str, Any]]) -> list[list[str]]:
@@ -112,7 +127,7 @@ def lines(rows: list[dict[str, Any]]) -> list[list[str]]:
     }
     made = []
     for row in rows:
-        line = [row["attention"], str(row["length"]), str(row["batch"])]
+        line = [row["attention"], str(row["length"]), str(row["batch"]), row["remat"]]
         if row["fault"]:
             made.append([*line, row["fault"], "", "", "", ""])
             continue
