@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from la_cupy.interop.jax import dot_product_attention, linear_attention
 from lm_config import ModelConfig, UserError
 from lm_mesh import ROWS, constrain
@@ -84,8 +85,10 @@ class Attention(nnx.Module):
             return softmax(q, k, v, is_causal=True)
         options = operator_options(self.config)
         if self.mesh is None or self.mesh.shape["seq"] == 1:
-            # Reads q, k, v with the heads behind the rows, as the projections leave them.
-            return dot_product_attention(q, k, v, is_causal=True, **options)
+            # Reads q, k, v with the heads behind the rows, as the projections leave them. Named,
+            # the result is kept as it lies, and not with the heads before the rows.
+            out = dot_product_attention(q, k, v, is_causal=True, **options)
+            return checkpoint_name(out, "attention")
 
         def piece(q: Array, k: Array, v: Array) -> Array:
             heads_first = (x.swapaxes(1, 2) for x in (q, k, v))
@@ -243,9 +246,9 @@ def rematerialised(layer: Any, remat: str) -> Any:
 
 
 def keep_products(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Of products and attention (this library's and cuDNN's), what "dots" keeps."""
+    """Of products, attention (this library's and cuDNN's) and named arrays: what "dots" keeps."""
     name = str(primitive.name)
-    return name in ("dot_general", "la_cupy_forward") or "dot_product_attention_fwd" in name
+    return name in ("dot_general", "name", "la_cupy_forward") or "attention_fwd" in name
 
 
 def rebuild(make: Callable[[], nnx.Module]) -> Callable[[Tree], Any]:
