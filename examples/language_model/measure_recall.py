@@ -1,6 +1,6 @@
 """Accuracy of associative recall and of copying, with softmax and with options of linear attention.
 
-    python examples/language_model/measure_recall.py [--steps 4000] [--rates 2e-3]
+    python examples/language_model/measure_recall.py [--steps 2000] [--rates 2e-3]
 
 A model of two layers for each variant, task and rate; the best rate counts. Variants are "softmax",
 "linear", or linear with options, as "linear:a=0,feature_map=exp". What --budget seconds do not reach
@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--rates", type=float, nargs="+", default=[2e-3])
     parser.add_argument("--budget", type=float, default=560, help="seconds in all")
     parser.add_argument("--out", type=Path, default=Path("measurements"))
