@@ -14,6 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulation import runner
+from emulation.backend import emulated_map
+
+from la_cupy.tensor_maps import TensorMap
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 
@@ -69,15 +72,66 @@ WGMMA_FAULTS = {
     15: r"gives wgmma_operand 0x\w+, at offset 9216 of 9216 bytes",
     16: r"gives wgmma_operand 0x\w+, at offset 8 of 9216 bytes .*, allowed: multiples of 16",
     17: r"gives stmatrix the row 0x\w+, at offset 9208 of 9216 bytes",
+    18: r"gives wgmma \(.*\) b with atoms side by side 16 bytes apart, allowed: multiples of 1024",
+    19: r"gives wgmma \(.*\) b at offsets 0 to 10240 of 9216 bytes of shared memory",
+    20: r"gives wgmma_operand atoms side by side 1032 bytes apart, allowed: multiples of 16 up to",
+}
+MBARRIER_FAULTS = {
+    0: r"thread 0 is at mbarrier_arrive \(.*check.cu:\d+\) for offset 80 .*no mbarrier_init was",
+    1: r"thread 0 is at mbarrier_wait \(.*\) for offset 80 .*, where no mbarrier_init was",
+    2: r"at mbarrier_init \(.*\) for offset 72 .* an mbarrier is there already \(.*check.cu:\d+\)",
+    3: r"is at mbarrier_init \(.*\) with 0 arrivals, allowed: 1 to 1048575",
+    4: r"thread 32 is at mbarrier_arrive \(.*\) for offset 64 .*, but its mbarrier was overwritten",
+    5: r"thread 2 is at mbarrier_arrive \(.*\) and one more than the 2 arrivals .* at offset 64 has",
+    6: r"a deadlock: threads 0 to 31 wait at mbarrier_wait \(.*check.cu:\d+\) for parity 0 at "
+    r"offset 64, which lacks 2 of 2 arrivals, threads 32 to 39 wait at sync_warp \(.*\), thread 40 "
+    r"waits at mbarrier_wait \(.*\) for parity 0 at offset 72, which lacks 1 of 1 arrivals, "
+    r"threads 41 to 63 wait at sync_warp \(.*\)$",
+    7: r"thread 63 was the last .* deadlock: threads 0 to 31 wait at .*, which lacks 1 of 2 arrivals$",
+    8: r"is at mbarrier_wait \(.*\) for parity 2, allowed: 0 and 1",
+    9: r"gives mbarrier_arrive \(.*\) offset 68 of shared memory, no multiple of 8",
+    10: r"gives mbarrier_wait \(.*\) 0x\w+, at offset 256 of 256 bytes of shared memory",
+    11: r"thread 0 is at mbarrier_arrive \(.*\) and ends a phase of the mbarrier at offset 64, but "
+    r"thread 1, which waited for the one before at mbarrier_wait \(.*\), has not gone on",
+}
+COPY_FAULTS = {
+    9: r"waits for copies, but offset 0 of shared memory, where one goes, was written meanwhile",
+    10: r"uses copy_16 to offset 4 of shared memory, no multiple of 16",
+    11: r"uses copy_16_or_zero to 0x\w+, at offset 2048 of 1024 bytes of shared memory",
+    12: r"uses copy_16_or_zero at 0x\w+, which is not a multiple of 16",
+    13: r"uses copy_16_or_zero, which is for global memory, at 0x\w+ in shared memory",
+    14: r"uses memory that is not there",  # when it copies, not when it waits
+    15: r"uses copy_16_or_zero of 17 bytes, allowed: 0 to 16",
+    17: r"thread 3 uses memory that is not there",
+}
+BOX_FAULTS = {
+    0: r"gives tma_load \(.*check.cu:\d+\) offset 512 of 9248 bytes .*, allowed: multiples of 1024",
+    1: r"gives tma_load \(.*\) offset 2048 of 9248 bytes of shared memory",
+    2: r"is at tma_load \(.*\) for offset 9224 of shared memory, where no mbarrier_init was",
+    3: r"is at tma_load \(.*\) and brings 8192 bytes to the .* at offset 9216, which expects 0",
+    4: r"is at mbarrier_arrive_expect \(.*\) and one more than the 1 arrivals",
+    5: r"a deadlock: .* at offset 9216, which lacks 0 of 1 arrivals and 16 bytes$",
+    6: r"is at tma_load \(.*\) and brings 8192 bytes to the .* at offset 9216, which expects 8176",
+    7: r"is at tma_store \(.*\), but no fence_async follows the last writes to shared memory",
+    8: r"is at tma_store \(.*\), but no fence_async follows the last writes to shared memory",
+    9: r"gives tma_store \(.*\) coordinate -1 of axis 1, allowed: 0 and more",
+    10: r"gives tma_store \(.*\) coordinate -1 of axis 4, allowed: 0 and more",
+    11: r"is at tma_wait_read \(.*\), but no tma_commit follows tma_store \(.*check.cu:\d+\)",
+    12: r"returns from the kernel, but no tma_commit follows tma_store \(",
+    13: r"returns from the kernel, but no tma_wait_read follows tma_store \(",
+    14: r"gives tma_store \(.*\) offset 512 of 9248 bytes of shared memory",
 }
 # Columns of the product, and where a comes from.
 WGMMA_FORMS = [
     (columns, f"FromShared<{a}, {b}>")
-    for columns in (8, 32, 64) for a in ("kAlongK", "kAcross") for b in ("kAlongK", "kAcross")
-] + [(64, "FromRegisters<kAlongK>"), (64, "FromRegisters<kAcross>")]  # fmt: skip
+    for columns in (8, 32, 64, 72, 128)
+    for a in ("kAlongK", "kAcross") for b in ("kAlongK", "kAcross")
+] + [
+    (columns, f"FromRegisters<{b}>") for columns in (64, 72) for b in ("kAlongK", "kAcross")
+]  # fmt: skip
 WRAPPERS = [
     "Indices", "MmaBf16", "MmaTf32", "MmaF64", "Ldmatrix<false>", "Ldmatrix<true>",
-    "StmatrixTrans", "Shuffles", "Conversions", "Memory", "Maths",
+    "Stmatrix<false>", "Stmatrix<true>", "Shuffles", "Conversions", "Memory", "Maths",
 ]  # fmt: skip
 KERNELS = [
     *(f"per_lane<{wrapper}>" for wrapper in WRAPPERS),
@@ -88,6 +142,12 @@ KERNELS = [
     "unfenced_wgmma<128>", "unfenced_wgmma<64>",
     "gemm<64>", "exchange<true>", "exchange<false>", "la::unwritten",
     "roles<true>", "roles<false>", "bystander<true>", "bystander<false>",
+    "writers<true>", "writers<false>", "la::alone",
+    *(f"ring<{forgotten}>" for forgotten in range(5)),
+    *(f"faulty_mbarrier<{number}>" for number in MBARRIER_FAULTS),
+    *(f"copies<{case}>" for case in range(18)),
+    "la::box_load", "box_store<true>", "box_store<false>",
+    *(f"faulty_box<{number}>" for number in BOX_FAULTS),
 ]  # fmt: skip
 
 
@@ -119,8 +179,13 @@ class WgmmaParams(ctypes.Structure):
         ("words", ctypes.c_int),
         ("a", ctypes.c_int),
         ("b", ctypes.c_int),
+        ("aside", ctypes.c_int),
         ("keep", ctypes.c_int),
     ]
+
+
+class RingParams(ctypes.Structure):
+    _fields_ = [("in_", ctypes.c_void_p), ("out", ctypes.c_void_p)]
 
 
 class FaultParams(ctypes.Structure):
@@ -164,9 +229,10 @@ G, T = LANES // 4, LANES % 4
 
 
 def test_thread_and_block_count_up(library):
-    out = per_lane(library, "Indices", np.zeros((3 * 96, 1)), 2, blocks=3)
+    out = per_lane(library, "Indices", np.zeros((3 * 96, 1)), 3, blocks=3)
     np.testing.assert_array_equal(out[:, 0], np.repeat(np.arange(3), 96))
     np.testing.assert_array_equal(out[:, 1], np.tile(np.arange(96), 3))
+    np.testing.assert_array_equal(out[:, 2], 3)
 
 
 def accumulators(c):
@@ -224,11 +290,14 @@ def test_ldmatrix_gives_each_lane_two_neighbours_of_each_matrix(library, rng, tr
         np.testing.assert_array_equal(out[:, i, 1], seen[i][G, 2 * T + 1])
 
 
-def test_stmatrix_writes_what_ldmatrix_would_read(library, rng):
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "trans"])
+def test_stmatrix_writes_what_ldmatrix_would_read(library, rng, transposed):
     matrices = rng.integers(0, 1 << 16, size=(4, 8, 8), dtype=np.uint16)
-    lanes = np.stack([matrices[:, 2 * T, G], matrices[:, 2 * T + 1, G]], axis=2)  # [4, 32, 2]
+    seen = matrices.swapaxes(1, 2) if transposed else matrices
+    lanes = np.stack([seen[:, G, 2 * T], seen[:, G, 2 * T + 1]], axis=2)  # [4, 32, 2]
     words = np.ascontiguousarray(lanes.swapaxes(0, 1)).view(np.uint32)[:, :, 0]
-    out = per_lane(library, "StmatrixTrans", words, 4, shared_bytes=512)
+    name = f"Stmatrix<{'true' if transposed else 'false'}>"
+    out = per_lane(library, name, words, 4, shared_bytes=512)
     np.testing.assert_array_equal(out, matrices.reshape(32, 8).view(np.uint32))
 
 
@@ -253,7 +322,7 @@ def fragments(x):
     return np.ascontiguousarray(np.stack(values, axis=-1).reshape(128, -1))
 
 
-@pytest.mark.parametrize("order", ["forward", "reverse"])
+@pytest.mark.parametrize("order", runner.ORDERS)
 @pytest.mark.parametrize("keep", [False, True], ids=["anew", "keep"])
 @pytest.mark.parametrize(("columns", "form"), WGMMA_FORMS)
 def test_wgmma_multiplies_swizzled_operands(library, rng, columns, form, keep, order):
@@ -261,20 +330,22 @@ def test_wgmma_multiplies_swizzled_operands(library, rng, columns, form, keep, o
     a, b = (x.astype(ml_dtypes.bfloat16).astype(np.float64) for x in (a, b))
     c = rng.normal(size=(64, columns)).astype(np.float32)
     a_lines = a.T if "<kAcross" in form else a
-    if form.endswith("kAcross>"):  # lines of 64 columns, whatever the product takes of them
-        b_lines = np.pad(b, ((0, 0), (0, 64 - columns)), constant_values=np.nan)
-    else:
-        b_lines = b.T
     # What lies around the operands is NaN. a from registers: four fragments of 64 x 16.
     gap = np.full(512, np.nan, ml_dtypes.bfloat16)
-    image = runner.fenced(np.concatenate([gap, atoms(a_lines), gap, atoms(b_lines), gap]))
+    if form.endswith("kAcross>"):  # lines of 64 columns, whatever the product takes of them
+        b_lines = np.pad(b, ((0, 0), (0, -columns % 64)), constant_values=np.nan)
+        sides = np.split(b_lines, b_lines.shape[1] // 64, axis=1)
+        b_atoms = [part for lines in sides for part in (atoms(lines), gap)]
+    else:
+        b_atoms = [atoms(b.T), gap]
+    image = runner.fenced(np.concatenate([gap, atoms(a_lines), gap, *b_atoms]))
     steps = [fragments(a[:, 16 * k : 16 * k + 16]) for k in range(4)]
     registers = runner.fenced(bf16_words(np.stack(steps)))
     before = runner.fenced(fragments(c))
     out = runner.fenced(np.zeros_like(before))
     params = WgmmaParams(
         image.ctypes.data, registers.ctypes.data, before.ctypes.data, out.ctypes.data,
-        image.nbytes // 4, 1024, 1024 + 8192 + 1024, keep,
+        image.nbytes // 4, 1024, 1024 + 8192 + 1024, 8192 + 1024, keep,
     )  # fmt: skip
     kernel = f"warpgroup<{columns}, {form}>"
     library.launch(kernel, 1, 128, image.nbytes, bytes(params), order=order)
@@ -282,12 +353,14 @@ def test_wgmma_multiplies_swizzled_operands(library, rng, columns, form, keep, o
     np.testing.assert_allclose(out, exact, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("order", ["forward", "reverse"])
+@pytest.mark.parametrize("order", runner.ORDERS)
 @pytest.mark.parametrize(
     ("case", "seen"),
     [(0, 16), (1, np.nan), (2, 64), (3, 16), (4, np.nan), (5, np.nan), (6, 32)],
 )
-def test_wgmma_runs_as_late_as_it_may(library, case, seen, order):
+def test_wgmma_runs_as_late_or_as_early_as_it_may(library, case, seen, order):
+    if case == 2 and order == "early":
+        seen = 16  # before its operands are overwritten
     out = np.zeros(128, np.float32)
     launch = {"threads": 128, "shared_bytes": 9216, "order": order}
     fault(library, f"in_flight<{case}>", out=out, **launch)
@@ -308,6 +381,185 @@ def test_wgmma_needs_a_fence_and_a_warpgroup(library):
         fault(library, "unfenced_wgmma<128>", threads=128, shared_bytes=9216)
     with pytest.raises(RuntimeError, match="its warpgroup has 2 of four warps"):
         fault(library, "unfenced_wgmma<64>", threads=64, shared_bytes=9216)
+
+
+def test_a_fence_does_not_vouch_for_what_others_write_behind_it(library):
+    launch = {"threads": 192, "shared_bytes": 3 * 9216 + 32}
+    for order in ("forward", "reverse"):
+        out = np.zeros(128, np.float32)
+        fault(library, "writers<true>", out=out, order=order, **launch)
+        np.testing.assert_array_equal(out, 16 * (1 + 2 + 4 + 8))
+    # In reverse the fence of the one warp comes behind what the other writes, and vouches for it.
+    with pytest.raises(RuntimeError, match=WGMMA_FAULTS[5].replace("to a", "to b")):
+        fault(library, "writers<false>", out=out, **launch)
+
+
+def ring(library, rng, forgotten, order):
+    x = rng.normal(size=(6, 64, 4)).astype(np.float32)
+    rows, out = runner.fenced(x), np.zeros((64, 4), np.float32)
+    params = RingParams(rows.ctypes.data, out.ctypes.data)
+    library.launch(f"ring<{forgotten}>", 1, 128, 2048 + 32, bytes(params), order=order)
+    return out, np.einsum("t,tni->ni", [1, 2, 3, 0, 5, 6], x[:, np.arange(64) ^ 32])
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+def test_mbarriers_hand_slots_from_warp_to_warp(library, rng, order):
+    np.testing.assert_allclose(*ring(library, rng, 0, order), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+@pytest.mark.parametrize(
+    ("forgotten", "message"),
+    [
+        (1, r"at mbarrier_arrive .* one more than the 2 arrivals .* nobody has waited for it"),
+        (2, r"at mbarrier_arrive .* one more than the 2 arrivals .* nobody has waited for it"),
+        (3, r"waits for copies, but offset \d+ .* was written meanwhile"),  # by the turn before
+    ],
+)
+def test_a_ring_that_forgets_to_wait_is_noticed(library, rng, forgotten, message, order):
+    with pytest.raises(RuntimeError, match=message):
+        ring(library, rng, forgotten, order)
+
+
+def test_a_slot_that_is_given_back_too_early_is_noticed_in_one_order(library, rng):
+    assert np.isnan(ring(library, rng, 4, "reverse")[0]).any()  # who copies goes first
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+def test_a_lane_may_wait_alone(library, order):
+    np.testing.assert_array_equal(fault(library, "la::alone", order=order), 3)
+
+
+@pytest.mark.parametrize("number", MBARRIER_FAULTS)
+def test_faults_of_mbarriers_are_reported(library, number):
+    with pytest.raises(RuntimeError, match=MBARRIER_FAULTS[number]):
+        fault(library, f"faulty_mbarrier<{number}>")
+    np.testing.assert_array_equal(fault(library, "la::alone"), 3)  # starts afresh
+
+
+def copies(library, rng, case):
+    x = runner.fenced(rng.normal(size=(3, 32, 4)).astype(np.float32))
+    out = np.zeros((32, 4), np.float32)
+    params = RingParams(x.ctypes.data, out.ctypes.data)
+    library.launch(f"copies<{case}>", 1, 32, 1024, bytes(params))
+    return out, x[0]
+
+
+def test_copies_end_as_late_as_they_may(library, rng):
+    for case in (0, 2, 5, 7):  # waited for
+        np.testing.assert_array_equal(*copies(library, rng, case))
+    for case in (1, 3, 4, 8):  # not: at all, of this group, of no group, at all
+        assert np.isnan(copies(library, rng, case)[0]).all(), case
+    np.testing.assert_array_equal(copies(library, rng, 6)[0], 0)
+    part, whole = copies(library, rng, 16)
+    whole.view(np.uint8)[np.arange(16) >= np.arange(32)[:, None] % 16] = 0
+    np.testing.assert_array_equal(part.view(np.uint32), whole.view(np.uint32))
+
+
+@pytest.mark.parametrize("case", COPY_FAULTS)
+def test_faults_of_copies_are_reported(library, rng, case):
+    with pytest.raises(RuntimeError, match=COPY_FAULTS[case]):
+        copies(library, rng, case)
+    np.testing.assert_array_equal(*copies(library, rng, 0))
+
+
+def run_box(library, kernel, x, image, at=(0, 0, 0, 0, 0), rows=0, order="forward"):
+    """Between an array of bfloat16 [..., rows, columns] and an image of shared memory."""
+    *lead, row, one = (stride // x.itemsize for stride in x.strides)
+    assert one == 1
+    sizes = x.shape[:-2]
+    found, axes = TensorMap.of("bfloat16", x.shape[-1], rows or x.shape[-2], row, lead, sizes)
+    assert axes == tuple(range(len(lead)))
+    params = emulated_map(found, x.ctypes.data) + image.ctypes.data.to_bytes(8, "little")
+    params += np.array(at, np.int32).tobytes()
+    library.launch(
+        kernel, 1, 32 if "faulty" in kernel else 64, 9248, params.ljust(192, b"\0"), order=order
+    )
+
+
+def in_moat(x, side):
+    """The same in rows of 104 elements, which are whole packets, and NaN behind; fenced."""
+    parent = np.full((*x.shape[:-1], 104), np.nan, x.dtype)
+    parent[..., : x.shape[-1]] = x
+    parent = runner.fenced(parent, side)
+    return parent[..., : x.shape[-1]], parent[..., x.shape[-1] :]
+
+
+PLACES = [
+    (column, row, *lead)
+    for column in (0, 64, 128, -64)
+    for row in (0, 5, 64, 69, 70, 1000, -1, -64, -1000)
+    for lead in ((0, 0, 0), (1, 2, 0), (2, 0, 0), (0, -1, 0), (0, 0, 1), (0, 0, -1))
+]
+
+
+def lines_at(x, place):
+    """The 64 rows of 64 columns from there on, zeros where there is nothing."""
+    column, row, *lead = place
+    lines = np.zeros((64, 64), x.dtype)
+    leads = (*x.shape[-3::-1], 1, 1)[:3]  # axes of a map go from the inner to the outer
+    if all(0 <= i < n for i, n in zip(lead, leads, strict=True)):
+        inner = x[tuple(lead[: x.ndim - 2][::-1])]
+        rows, columns = np.arange(row, row + 64), np.arange(column, column + 64)
+        there = (rows >= 0) & (rows < x.shape[-2]), (columns >= 0) & (columns < x.shape[-1])
+        lines[np.ix_(*there)] = inner[np.ix_(rows[there[0]], columns[there[1]])]
+    return lines
+
+
+@pytest.mark.parametrize("side", ["before", "behind"])
+def test_boxes_are_loaded_swizzled_and_zeros_outside(library, rng, side):
+    x, _ = in_moat(rng.normal(size=(2, 3, 70, 100)).astype(ml_dtypes.bfloat16), side)
+    for place in PLACES:
+        image = np.zeros((64, 64), ml_dtypes.bfloat16)
+        # TensorMap.of takes the leading axes in any order: here from the inner to the outer
+        run_box(library, "la::box_load", x.swapaxes(0, 1), image, place)
+        np.testing.assert_array_equal(
+            image.view(np.uint16).ravel(), atoms(lines_at(x, place)).view(np.uint16), str(place)
+        )
+
+
+@pytest.mark.parametrize("side", ["before", "behind"])
+def test_boxes_are_stored_where_there_is_something(library, rng, side):
+    for place in PLACES:
+        if min(place) < 0:
+            continue  # an illegal instruction, see BOX_FAULTS
+        x, moat = in_moat(rng.normal(size=(2, 3, 70, 100)).astype(ml_dtypes.bfloat16), side)
+        lines = rng.normal(size=(64, 64)).astype(ml_dtypes.bfloat16)
+        before, around = x.copy(), moat.tobytes()
+        run_box(library, "box_store<true>", x.swapaxes(0, 1), atoms(lines), place)
+        numbers = np.arange(1, x.size + 1, dtype=np.float64).reshape(x.shape)  # where it goes
+        where = lines_at(numbers, place)
+        before.reshape(-1)[where[where > 0].astype(int) - 1] = lines[where > 0]
+        np.testing.assert_array_equal(x.view(np.uint16), before.view(np.uint16), str(place))
+        assert moat.tobytes() == around, "wrote between the rows"
+
+
+@pytest.mark.parametrize("order", runner.ORDERS)
+def test_a_store_reads_as_late_or_as_early_as_it_may(library, rng, order):
+    lines = rng.normal(size=(64, 64)).astype(ml_dtypes.bfloat16)
+    late = lines if order == "early" else np.ones_like(lines)
+    for waits, seen in (("true", lines), ("false", late)):
+        x = runner.fenced(np.zeros((64, 64), ml_dtypes.bfloat16))
+        run_box(library, f"box_store<{waits}>", x, atoms(lines), order=order)
+        np.testing.assert_array_equal(x.view(np.uint16), seen.view(np.uint16))
+
+
+@pytest.mark.parametrize("number", BOX_FAULTS)
+def test_faults_of_boxes_are_reported(library, rng, number):
+    x = runner.fenced(rng.normal(size=(64, 64)).astype(ml_dtypes.bfloat16))
+    image = np.zeros((64, 64), ml_dtypes.bfloat16)
+    with pytest.raises(RuntimeError, match=BOX_FAULTS[number]):
+        run_box(library, f"faulty_box<{number}>", x, image)
+    run_box(library, "la::box_load", x, image)  # starts afresh
+    np.testing.assert_array_equal(image.view(np.uint16).ravel(), atoms(x).view(np.uint16))
+
+
+def test_a_map_of_more_than_there_is_is_noticed(library, rng):
+    x = runner.fenced(rng.normal(size=(64, 64)).astype(ml_dtypes.bfloat16))
+    image = np.zeros((64, 64), ml_dtypes.bfloat16)
+    for kernel in ("la::box_load", "box_store<true>"):
+        with pytest.raises(RuntimeError, match="uses memory that is not there"):
+            run_box(library, kernel, x, image, (0, 32, 0, 0, 0), rows=65)
 
 
 @pytest.mark.parametrize("mask", [1, 2, 4, 8, 16, 31])
@@ -357,6 +609,7 @@ def test_maths_agrees_with_numpy(library, rng):
     z = x.astype(np.float64)
     exact = np.concatenate([np.exp(z), 1 / np.sqrt(z), z * z + z], axis=1)
     np.testing.assert_allclose(out[:, :3].view(np.float32), exact, rtol=3e-7)
+    np.testing.assert_array_equal(out[:, 3:4].view(np.float32), np.sqrt(x))
     np.testing.assert_allclose(np.ascontiguousarray(out[:, 4:]).view(np.float64), exact, rtol=1e-15)
 
 
@@ -513,7 +766,8 @@ def signatures(directory: Path) -> dict[str, set[str]]:
     """The functions of each wrapper file: result, name and parameters, without their marks."""
     found = {}
     for path in sorted(directory.glob("*.cuh")):
-        text = path.read_text().split("namespace ptx {", 1)[-1]
+        text = path.read_text()
+        text = re.sub(r"(?s)namespace emulation \{.*?\}  // namespace emulation", "", text)
         text = re.sub(r"(, )?LA_EMULATION_SITE", "", text)
         marks = r"^(template <[^<>]*> )?(LA_DEVICE|LA_EMULATION_INLINE|inline) +"
         text = re.sub(marks, "", text, flags=re.MULTILINE)

@@ -18,6 +18,11 @@ LA_DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
 }
 
 // The way back (sm_90): lane l gives elements of row l/4 (of column l/4 if trans) of each matrix.
+LA_DEVICE void stmatrix_x4(void* row, const u32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :: "r"(shared_address(row)), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+
 LA_DEVICE void stmatrix_x4_trans(void* row, const u32 (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                :: "r"(shared_address(row)), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");

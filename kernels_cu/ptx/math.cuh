@@ -19,6 +19,11 @@ LA_DEVICE float reciprocal_sqrt(float x) {
   return r;
 }
 LA_DEVICE double reciprocal_sqrt(double x) { return 1.0 / ::sqrt(x); }
+// Of a positive number whose square root's inverse is in range too: exact where the root is a float.
+LA_DEVICE float square_root(float x) {
+  const float y = reciprocal_sqrt(x), root = x * y;
+  return ::fmaf(::fmaf(-root, root, x), 0.5f * y, root);
+}
 LA_DEVICE float fma(float x, float y, float z) { return ::fmaf(x, y, z); }
 LA_DEVICE double fma(double x, double y, double z) { return ::fma(x, y, z); }
 

@@ -36,6 +36,15 @@ LA_DEVICE void copy_16(void* to, const void* from) {
 }
 LA_DEVICE void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// The same of `bytes` bytes, 0 to 16, and zeros behind them; closes a group of copies; waits for all but the last `Left` groups of
+// this thread.
+LA_DEVICE void copy_16_or_zero(void* to, const void* from, i32 bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+               :: "r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+}
+LA_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int Left> LA_DEVICE void copy_wait_but() { asm volatile("cp.async.wait_group %0;" :: "n"(Left) : "memory"); }
+
 LA_DEVICE void store_16(void* p, const Word4& v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
                :: "l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");

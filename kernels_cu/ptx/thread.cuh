@@ -32,6 +32,7 @@ constexpr bool kFewRegisters = false;
 LA_DEVICE i32 thread() { return static_cast<i32>(threadIdx.x) + (kFewRegisters ? unknown_zero() : 0); }
 
 LA_DEVICE i32 block() { return static_cast<i32>(blockIdx.x); }
+LA_DEVICE i32 grid() { return static_cast<i32>(gridDim.x); }
 
 LA_DEVICE void sync_block() { __syncthreads(); }
 LA_DEVICE void sync_warp() { __syncwarp(); }

@@ -6,6 +6,8 @@
 Pointers in `params` are host addresses (`array.ctypes.data`); the arrays must outlive the launch.
 Threads of a block run one after the other in a fixed order, so a result is the same in every run; a
 launch with `order="reverse"` runs them the other way round, and differs where a barrier is missing.
+What runs beside the threads (products of wgmma, copies of boxes) ends as late as it may in both, and
+as early with `order="early"`, where threads run as in "forward".
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ FLAGS = (
     "-Wno-psabi",  # about passing vectors between compilers; there is only one here
 )
 
+ORDERS = ("forward", "reverse", "early")
+
 _PROT_NONE = 0  # of <sys/mman.h>; the mmap module leaves it out
 
 # One launch at a time: the signal handlers that turn a trap into a message are the whole process's.
@@ -85,17 +89,17 @@ class Library:
         shared_bytes: int,
         params: bytes,
         *,
-        order: Literal["forward", "reverse"] = "forward",
+        order: Literal["forward", "reverse", "early"] = "forward",
     ) -> None:
         """Run `grid` blocks of `threads`; a RuntimeError says what a kernel did wrong."""
-        if order not in ("forward", "reverse"):
-            raise ValueError(f"order is {order!r}, allowed: 'forward' and 'reverse'")
+        if order not in ORDERS:
+            raise ValueError(f"order is {order!r}, allowed: {', '.join(map(repr, ORDERS))}")
         index = (
             self.names.index(kernel) if isinstance(kernel, str) else range(len(self.names))[kernel]
         )
         with _launching:
             failed = self._dll.la_emulation_run(
-                index, params, len(params), grid, threads, shared_bytes, order == "reverse"
+                index, params, len(params), grid, threads, shared_bytes, ORDERS.index(order)
             )
             message = self._dll.la_emulation_message().decode() if failed else ""
             offset = self._dll.la_emulation_fault() if failed else 0
@@ -206,9 +210,10 @@ static const emulation::Kernel kernels[] = {{
 
 #define LA_EXPORT extern "C" __attribute__((visibility("default")))
 LA_EXPORT int la_emulation_run(int index, const void* params, std::size_t bytes, int grid,
-                               int threads, int shared_bytes, int reverse) {{
+                               int threads, int shared_bytes, int order) {{
   const emulation::Kernel& kernel = la_emulation_unit::kernels[index];
-  return !emulation::launch(kernel, params, bytes, grid, threads, shared_bytes, reverse != 0);
+  return !emulation::launch(kernel, params, bytes, grid, threads, shared_bytes, order == 1,
+                            order == 2);
 }}
 LA_EXPORT const char* la_emulation_message() {{ return emulation::machine.message; }}
 LA_EXPORT std::size_t la_emulation_fault() {{ return emulation::fault_offset(); }}

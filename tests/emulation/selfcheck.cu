@@ -24,6 +24,7 @@ struct Indices {
   static LA_DEVICE void run(const u32*, u32* out, i32) {
     out[0] = static_cast<u32>(block());
     out[1] = static_cast<u32>(thread());
+    out[2] = static_cast<u32>(grid());
   }
 };
 
@@ -73,11 +74,14 @@ struct Ldmatrix {
 };
 
 // The way back: each matrix is written by its lanes, and each lane reads its row again.
-struct StmatrixTrans {
+template <bool transposed>
+struct Stmatrix {
   static constexpr int kThreads = 32;
   static LA_DEVICE void run(const u32* in, u32* out, i32) {
     u32* row = reinterpret_cast<u32*>(dynamic_shared()) + 4 * (31 - thread());
-    stmatrix_x4_trans(row, {in[0], in[1], in[2], in[3]});
+    const u32 r[4] = {in[0], in[1], in[2], in[3]};
+    if constexpr (transposed) stmatrix_x4_trans(row, r);
+    else stmatrix_x4(row, r);
     sync_warp();
     for (int i = 0; i < 4; ++i) out[i] = row[i];
   }
@@ -127,10 +131,11 @@ struct Maths {
   static LA_DEVICE void run(const u32* in, u32* out, i32) {
     const float x = as_float(in[0]);
     const double z = x;
-    const float f[3] = {ptx::exp(x), ptx::reciprocal_sqrt(x), ptx::fma(x, x, x)};
+    const float f[4] = {ptx::exp(x), ptx::reciprocal_sqrt(x), ptx::fma(x, x, x),
+                        ptx::square_root(x)};
     const double d[3] = {ptx::exp(z), ptx::reciprocal_sqrt(z), ptx::fma(z, z, z)};
+    for (int i = 0; i < 4; ++i) out[i] = as_bits(f[i]);
     for (int i = 0; i < 3; ++i) {
-      out[i] = as_bits(f[i]);
       out[4 + 2 * i] = low_word(d[i]);
       out[5 + 2 * i] = high_word(d[i]);
     }
@@ -189,6 +194,7 @@ struct WgmmaParams {
   const float* c;
   float* d;
   i32 words, a, b;  // of the image; bytes to where the operands begin
+  i32 aside;        // of b's atoms, where it is wider than one
   i32 keep;
 };
 
@@ -198,17 +204,20 @@ struct FromShared {
   static LA_DEVICE void multiply(float (&d)[kCount], const WgmmaParams& params, int k, i32 keep) {
     const unsigned char *a = dynamic_shared() + params.a, *b = dynamic_shared() + params.b;
     wgmma<A, B>(d, wgmma_operand(a + k * (A == kAlongK ? 32 : 2048)),
-                wgmma_operand(b + k * (B == kAlongK ? 32 : 2048)), keep);
+                wgmma_operand(b + k * (B == kAlongK ? 32 : 2048), static_cast<u32>(params.aside)),
+                keep);
   }
 };
 
 template <Major B>
 struct FromRegisters {
-  static LA_DEVICE void multiply(float (&d)[32], const WgmmaParams& params, int k, i32 keep) {
+  template <int kCount>
+  static LA_DEVICE void multiply(float (&d)[kCount], const WgmmaParams& params, int k, i32 keep) {
     u32 a[4];
     for (int i = 0; i < 4; ++i) a[i] = params.registers[(128 * k + thread()) * 4 + i];
     const unsigned char* b = dynamic_shared() + params.b;
-    wgmma<B>(d, a, wgmma_operand(b + k * (B == kAlongK ? 32 : 2048)), keep);
+    const u32 aside = static_cast<u32>(params.aside);
+    wgmma<B>(d, a, wgmma_operand(b + k * (B == kAlongK ? 32 : 2048), aside), keep);
   }
 };
 
@@ -458,6 +467,17 @@ LA_KERNEL(128, 1) faulty_wgmma(LA_GRID_CONSTANT const FaultParams params) {
   if constexpr (kFault == 15) wgmma_operand(dynamic_shared() + Ones::kBytes + params.zero);
   if constexpr (kFault == 16) wgmma_operand(dynamic_shared() + 8 + params.zero);
   if constexpr (kFault == 17) stmatrix_x4_trans(dynamic_shared() + Ones::kBytes - 8, {0, 0, 0, 0});
+  if constexpr (kFault == 18) {
+    float d[36];
+    wgmma_fence();
+    wgmma<kAlongK, kAcross>(d, ones.a, ones.a, 0);
+  }
+  if constexpr (kFault == 19) {
+    float d[64];
+    wgmma_fence();
+    wgmma<kAlongK, kAcross>(d, ones.a, wgmma_operand(dynamic_shared(), 8192), 0);
+  }
+  if constexpr (kFault == 20) wgmma_operand(dynamic_shared(), 1024 + 8);
 }
 
 // No thread has called fence_async; and half a warpgroup.
@@ -468,6 +488,268 @@ LA_KERNEL(kThreads, 1) unfenced_wgmma(LA_GRID_CONSTANT const FaultParams) {
   ones.multiply();
   wgmma_commit();
   wgmma_wait<0>();
+}
+
+// A warpgroup multiplies ones, turn after turn, while two more warps write elsewhere, in two places
+// by turns. What was written and fenced is multiplied then, and gives out[0..127]; by case, it is
+// not fenced by who wrote it.
+template <bool kFenced>
+LA_KERNEL(192, 1) writers(LA_GRID_CONSTANT const FaultParams params) {
+  constexpr int kTurns = 4;
+  u32* shared = reinterpret_cast<u32*>(dynamic_shared());
+  Mbarrier* written = reinterpret_cast<Mbarrier*>(dynamic_shared() + 3 * Ones::kBytes);
+  for (int i = thread(); i < Ones::kBytes / 4; i += 192) shared[i] = kOnes;
+  if (thread() == 0) {
+    for (int turn = 0; turn < kTurns; ++turn) mbarrier_init(written + turn, 2);
+  }
+  fence_async();
+  sync_block();
+  if (thread() < 128) {
+    float sum = 0.f;
+    for (int turn = 0; turn < kTurns; ++turn) {
+      for (int which = 0; which < 2; ++which) {
+        if (which == 1) mbarrier_wait(written + turn, 0);
+        Ones ones;
+        if (which == 1) ones.b += (turn % 2 + 1) * (Ones::kBytes / 16);
+        wgmma_fence();
+        ones.multiply();
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (which == 1) sum += ones.d[0];
+      }
+      sync_named(1, 192);
+    }
+    params.out[thread()] = sum;
+  } else {
+    const int t = thread() - 128;
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int first = (turn % 2 + 1) * (Ones::kBytes / 4) + 8192 / 4;
+      for (int i = t; i < 1024 / 4; i += 64) shared[first + i] = kOnes + turn * 0x00800080;
+      if (kFenced || t < 32) fence_async();
+      sync_warp();
+      if (t % 32 == 0) mbarrier_arrive(written + turn);
+      sync_named(1, 192);
+    }
+  }
+}
+
+// Rows go through two slots of shared memory, from two warps that copy them to two that sum them:
+// out[t][4] = the sum of (turn + 1) in[turn][t ^ 32][4], of all turns but the fourth. What may be
+// forgotten, by number: 1 to wait for a row, 2 for a free slot, 3 for the copies; 4 a slot is given
+// back before it is read.
+struct RingParams {
+  const float* in;
+  float* out;
+};
+
+template <int kForgotten>
+LA_KERNEL(128, 1) ring(LA_GRID_CONSTANT const RingParams params) {
+  constexpr int kTurns = 6;
+  float* slots = reinterpret_cast<float*>(dynamic_shared());
+  Mbarrier *ready = reinterpret_cast<Mbarrier*>(slots + 2 * 256), *free = ready + 2;
+  if (thread() < 4) mbarrier_init(ready + thread(), 2);
+  sync_block();
+  const int t = thread() % 64;
+  const auto arrive = [&](Mbarrier* barrier) {
+    sync_warp();
+    if (t % 32 == 0) mbarrier_arrive(barrier);
+  };
+  if (thread() < 64) {
+    float sum[4] = {};
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int slot = turn % 2;
+      if (kForgotten != 1) mbarrier_wait(ready + slot, turn / 2 % 2);
+      if (kForgotten == 4) arrive(free + slot);
+      for (int i = 0; i < 4; ++i)
+        sum[i] += static_cast<float>(turn + 1) * slots[256 * slot + (t ^ 32) * 4 + i];
+      if (kForgotten != 4) arrive(free + slot);
+    }
+    for (int i = 0; i < 4; ++i) params.out[4 * t + i] = sum[i];
+  } else {
+    const auto send = [&](int turn) {
+      if (turn < kTurns) {
+        if (kForgotten != 2) mbarrier_wait(free + turn % 2, turn / 2 % 2 ^ 1);
+        const float* row = params.in + (64 * turn + t) * 4;
+        copy_16_or_zero(slots + 256 * (turn % 2) + 4 * t, row, turn == 3 ? 0 : 16);
+      }
+      copy_commit();
+    };
+    send(0);
+    for (int turn = 0; turn < kTurns; ++turn) {
+      send(turn + 1);
+      copy_wait_but<kForgotten == 3 ? 2 : 1>();
+      arrive(ready + turn % 2);
+    }
+  }
+}
+
+// One lane alone waits for one lane of the other warp; the rest of its warp waits for it.
+LA_KERNEL(64, 1) alone(LA_GRID_CONSTANT const FaultParams params) {
+  float* shared = reinterpret_cast<float*>(dynamic_shared());
+  Mbarrier* barrier = reinterpret_cast<Mbarrier*>(shared + 4);
+  if (thread() == 9) mbarrier_init(barrier, 1);
+  sync_block();
+  for (int turn = 0; turn < 3; ++turn) {
+    const int from = turn % 2;  // a warp
+    if (thread() == 32 * from + 7) {
+      mbarrier_wait(barrier, turn % 2 ^ 1);  // has ended, or never was
+      shared[turn] = static_cast<float>(turn + 1);
+      mbarrier_arrive(barrier);
+    }
+    if (thread() == 32 * (1 - from) + 5) mbarrier_wait(barrier, turn % 2);
+    sync_warp();
+    params.out[thread()] = shared[turn];
+    sync_block();
+  }
+}
+
+template <int kFault>
+LA_KERNEL(64, 1) faulty_mbarrier(LA_GRID_CONSTANT const FaultParams params) {
+  Mbarrier* barrier = reinterpret_cast<Mbarrier*>(dynamic_shared() + 64);
+  const int t = thread();
+  if (t == 0) mbarrier_init(barrier, kFault == 11 ? 1 : 2);
+  if (t == 0) mbarrier_init(barrier + 1, 1);
+  sync_block();
+  if constexpr (kFault == 0) mbarrier_arrive(barrier + 2);
+  if constexpr (kFault == 1) mbarrier_wait(barrier + 2, 0);
+  if constexpr (kFault == 2) mbarrier_init(barrier + 1, 1);
+  if constexpr (kFault == 3) mbarrier_init(barrier + 2, params.zero);
+  if constexpr (kFault == 4) {
+    if (t == 0) barrier->state = 0;
+    sync_block();
+    if (t == 32) mbarrier_arrive(barrier);
+  }
+  if constexpr (kFault == 5) mbarrier_arrive(barrier);  // of lane 0 of each warp it would be right
+  if constexpr (kFault == 6) {
+    if (t == 40) mbarrier_wait(barrier + 1, 0);
+    if (t < 32) mbarrier_wait(barrier, 0);
+    else sync_warp();
+  }
+  if constexpr (kFault == 7) {
+    if (t == 63) mbarrier_arrive(barrier);
+    if (t < 32) mbarrier_wait(barrier, 0);
+  }
+  if constexpr (kFault == 8) mbarrier_wait(barrier, 2);
+  if constexpr (kFault == 9)
+    mbarrier_arrive(reinterpret_cast<Mbarrier*>(dynamic_shared() + 68 + params.zero));
+  if constexpr (kFault == 10) mbarrier_wait(barrier + 24, 0);
+  if constexpr (kFault == 11) {
+    if (t < 32) mbarrier_wait(barrier, 0);
+    if (t % 32 == 0) mbarrier_arrive(barrier);  // for a warp that is not yet all here
+  }
+}
+
+// out[t][4] = the first row of in [3][32][4], copied; or what is there where that is not waited for.
+template <int kCase>
+LA_KERNEL(32, 1) copies(LA_GRID_CONSTANT const RingParams params) {
+  const int t = thread();
+  float *mine = reinterpret_cast<float*>(dynamic_shared()) + 4 * t, *seen = mine;
+  const float* row = params.in + 4 * t;
+  if constexpr (kCase < 6) {
+    copy_16_or_zero(mine, row, 16);
+    if (kCase != 4 && kCase != 5) copy_commit();
+    if (kCase == 2 || kCase == 3) {
+      copy_16_or_zero(mine + 128, row + 128, 16);
+      copy_commit();
+      copy_wait_but<1>();
+      if (kCase == 3) seen += 128;
+    }
+    if (kCase == 0 || kCase == 4) copy_wait_but<0>();
+    if (kCase == 5) copy_wait();
+  }
+  if constexpr (kCase == 6) {  // from nowhere
+    copy_16_or_zero(mine, nullptr, 0);
+    copy_wait();
+  }
+  if constexpr (kCase == 7 || kCase == 8) copy_16(mine, row);
+  if constexpr (kCase == 7) copy_wait();
+  if constexpr (kCase == 9) {
+    copy_16(mine, row);
+    mine[1] = 1.f;
+    copy_wait();
+  }
+  if constexpr (kCase == 10) copy_16(mine + 1, row);
+  if constexpr (kCase == 11) copy_16_or_zero(mine + 512, row, 0);
+  if constexpr (kCase == 12) copy_16_or_zero(mine, row + 1, 8);
+  if constexpr (kCase == 13) copy_16_or_zero(mine, mine + 128, 16);
+  if constexpr (kCase == 14) copy_16(mine, params.in + 96 * 4 + t * 4);
+  if constexpr (kCase == 15) copy_16_or_zero(mine, row, 17);
+  if constexpr (kCase == 16) {  // a part of it
+    copy_16_or_zero(mine, row, t % 16);
+    copy_wait();
+  }
+  if constexpr (kCase == 17) copy_16_or_zero(mine, params.in + 96 * 4, t == 3);
+  for (int i = 0; i < 4; ++i) params.out[4 * t + i] = seen[i];
+}
+
+// A box of an array to shared memory and on to `image`, or from there to the array.
+struct BoxParams {
+  TensorMap map;
+  u32* image;
+  i32 at[5];
+};
+constexpr int kBox = 8192, kBoxBarrier = 9216;  // bytes: of a box, and before the barrier
+
+LA_KERNEL(64, 1) box_load(LA_GRID_CONSTANT const BoxParams params) {
+  u32* shared = reinterpret_cast<u32*>(dynamic_shared());
+  Mbarrier* barrier = reinterpret_cast<Mbarrier*>(dynamic_shared() + kBoxBarrier);
+  if (thread() == 0) mbarrier_init(barrier, 1);
+  sync_block();
+  if (thread() == 0) {
+    mbarrier_arrive_expect(barrier, kBox);
+    tma_load(shared, &params.map, params.at, barrier);
+  }
+  mbarrier_wait(barrier, 0);
+  for (int i = thread(); i < kBox / 4; i += 64) params.image[i] = shared[i];
+}
+
+// What is in shared memory is stored as it is when the thread waits; the wait may come too late.
+template <bool kWaits>
+LA_KERNEL(64, 1) box_store(LA_GRID_CONSTANT const BoxParams params) {
+  u32* shared = reinterpret_cast<u32*>(dynamic_shared());
+  for (int i = thread(); i < kBox / 4; i += 64) shared[i] = params.image[i];
+  fence_async();
+  sync_block();
+  if (thread() == 0) {
+    tma_store(&params.map, shared, params.at);
+    tma_commit();
+    if (kWaits) tma_wait_read();
+  }
+  sync_block();
+  for (int i = thread(); i < kBox / 4; i += 64) shared[i] = kOnes;
+  sync_block();
+  if (!kWaits && thread() == 0) tma_wait_read();
+}
+
+template <int kFault>
+LA_KERNEL(32, 1) faulty_box(LA_GRID_CONSTANT const BoxParams params) {
+  unsigned char* shared = dynamic_shared();
+  Mbarrier* barrier = reinterpret_cast<Mbarrier*>(shared + kBoxBarrier);
+  if (thread() == 0) mbarrier_init(barrier, 1);
+  for (int i = thread(); i < kBox / 4; i += 32) reinterpret_cast<u32*>(shared)[i] = kOnes;
+  if (kFault != 7) fence_async();
+  sync_block();
+  if (kFault == 8) shared[kBox - 1] = 1;
+  sync_block();
+  if (thread() == 0) {
+    i32 at[5] = {0, 0, 0, 0, 0};
+    if (kFault == 9) at[1] = -1;
+    if (kFault == 10) at[4] = -1;
+    if (kFault < 7) mbarrier_arrive_expect(barrier, kFault == 5 ? kBox + 16 : kFault == 6 ? kBox - 16 : kBox);
+    if (kFault == 0) tma_load(shared + 512, &params.map, at, barrier);
+    if (kFault == 1) tma_load(shared + 2048, &params.map, at, barrier);
+    if (kFault == 2) tma_load(shared, &params.map, at, barrier + 1);
+    if (kFault == 3) {
+      tma_load(shared, &params.map, at, barrier);
+      tma_load(shared, &params.map, at, barrier);
+    }
+    if (kFault == 4) mbarrier_arrive_expect(barrier, kBox);
+    if (kFault == 5 || kFault == 6) tma_load(shared, &params.map, at, barrier);
+    if (kFault >= 7) tma_store(&params.map, shared + (kFault == 14 ? 512 : 0), at);
+    if (kFault == 11) tma_wait_read();
+    if (kFault == 13) tma_commit();
+  }
+  if (kFault == 5) mbarrier_wait(barrier, 0);
 }
 
 // Neighbouring warps exchange a number through shared memory; the barrier between is optional.

@@ -4,8 +4,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "machine/copies.hpp"
 #include "machine/machine.hpp"
+#include "machine/mbarriers.hpp"
 #include "machine/products.hpp"
+#include "machine/stores.hpp"
 #include "machine/traps.hpp"
 
 namespace emulation {
@@ -111,6 +114,9 @@ inline bool refuse(const char* what, long arrived, long allowed) {
 inline bool run_block(const Pages& stacks) {
   release_block();
   reset_products();
+  reset_mbarriers();
+  reset_copies();
+  reset_stores();
   for (int i = 0; i < machine.thread_count; ++i) {
     // Stacks a power of two apart would all fall into the same few sets of the caches.
     const std::size_t colour = static_cast<std::size_t>(i % 64) * 320;
@@ -123,7 +129,7 @@ inline bool run_block(const Pages& stacks) {
 }
 
 inline bool launch(const Kernel& kernel, const void* params, std::size_t params_bytes, int grid,
-                   int threads, int shared_bytes, bool reverse) {
+                   int threads, int shared_bytes, bool reverse, bool early) {
   machine.fault_address = 0;
   if (params_bytes != kernel.params_bytes) {
     std::snprintf(machine.message, sizeof machine.message,
@@ -157,7 +163,9 @@ inline bool launch(const Kernel& kernel, const void* params, std::size_t params_
   for (int i = 0; i < threads; ++i) stacks.seal(i * stack_bytes);
   machine.thread_count = threads;
   machine.warp_count = threads / warp_size;
+  machine.grid = grid;
   machine.reverse = reverse;
+  machine.early = early;
   machine.shared = shared.begin();
   machine.shared_bytes = shared_bytes;
   machine.kernel = kernel.call;

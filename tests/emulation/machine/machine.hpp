@@ -2,9 +2,10 @@
 //
 // Every CUDA thread is a fiber that runs until it must wait for others: at a warp collective
 // (shuffle, vote, ldmatrix, mma, sync_warp) for the 32 lanes of its warp, at sync_block for the
-// whole block, at sync_named for as many warps as it says. The last lane to arrive does the work of
-// all, and the lanes go on one after the other. Whatever hardware would answer with a hang or with
-// garbage is a fault here: it ends the launch with a message.
+// whole block, at sync_named for as many warps as it says, at mbarrier_wait for the arrivals of a
+// phase. The last lane to arrive does the work of all, and the lanes go on one after the other.
+// Whatever hardware would answer with a hang or with garbage is a fault here: it ends the launch
+// with a message.
 #pragma once
 #include <cstdarg>
 #include <cstdio>
@@ -36,8 +37,9 @@ struct Site {
 
 // Bit l of each mask is lane l; every lane is in exactly one of them.
 struct Warp {
-  u32 ready, at_collective, at_barrier, at_named, returned;
+  u32 ready, at_collective, at_barrier, at_named, at_mbarrier, returned;
 };
+constexpr Warp all_ready = {all_lanes, 0, 0, 0, 0, 0};
 
 // A barrier of sync_named. Bit w of each mask is warp w.
 struct Named {
@@ -56,10 +58,11 @@ struct Machine {
   Thread threads[max_threads];
   Warp warps[max_threads / warp_size];
   Named named[named_barriers];
-  int thread_count, warp_count, block;
+  int thread_count, warp_count, block, grid;
   int current;     // the thread that runs
   int at_barrier;  // threads of the block that wait at sync_block
   bool reverse;    // of the ready lanes (and warps), run the last instead of the first
+  bool early;      // what runs beside the threads ends at once, not when they wait for it
   unsigned char* shared;
   int shared_bytes;
   void (*kernel)(const void* params);
@@ -127,22 +130,38 @@ LA_EMULATION_INLINE bool same(const Site& x, const Site& y) {
   return x.line == y.line && same_text(x.operation, y.operation) && same_text(x.file, y.file);
 }
 
-// Nobody can run, and not all have returned. Then all threads of a warp wait at the same place, or
-// all have returned.
+LA_EMULATION_INLINE bool has_returned(int thread) {
+  return machine.warps[thread / warp_size].returned >> thread % warp_size & 1;
+}
+
+// What a thread waits for beyond its place: machine/mbarriers.hpp.
+struct Wanted {
+  char text[112];
+};
+static Wanted wanted_by(int thread);
+
+// Nobody can run, and not all have returned. Lanes of a warp may wait in different places: one that
+// waits at an mbarrier alone keeps the others at their collective.
 [[noreturn, gnu::cold]] static void fail_deadlock() {
   char places[sizeof machine.message - 100] = "";  // what does not fit is left out
   std::size_t used = 0;
-  for (int first = 0, end; first < machine.warp_count && used < sizeof places; first = end) {
+  for (int first = 0, end; first < machine.thread_count && used < sizeof places; first = end) {
     end = first + 1;
-    if (machine.warps[first].returned) continue;
-    const Site& site = machine.threads[first * warp_size].site;
-    while (end < machine.warp_count && !machine.warps[end].returned &&
-           same(machine.threads[end * warp_size].site, site))
+    if (has_returned(first)) continue;
+    const Site& site = machine.threads[first].site;
+    const Wanted wanted = wanted_by(first);
+    while (end < machine.thread_count && !has_returned(end) &&
+           same(machine.threads[end].site, site) &&
+           std::strcmp(wanted_by(end).text, wanted.text) == 0)
       ++end;
-    used += std::snprintf(places + used, sizeof places - used,
-                          "%s threads %d to %d wait at %s (%s:%d)", used ? "," : "",
-                          first * warp_size, end * warp_size - 1, site.operation, site.file,
-                          site.line);
+    used += std::snprintf(places + used, sizeof places - used, "%s thread%s %d", used ? "," : "",
+                          end - first > 1 ? "s" : "", first);
+    if (end - first > 1 && used < sizeof places)
+      used += std::snprintf(places + used, sizeof places - used, " to %d", end - 1);
+    if (used < sizeof places)
+      used += std::snprintf(places + used, sizeof places - used, " wait%s at %s (%s:%d)%s",
+                            end - first > 1 ? "" : "s", site.operation, site.file, site.line,
+                            wanted.text);
   }
   fail("was the last that could run, a deadlock:%s", places);
 }
@@ -161,9 +180,10 @@ LA_EMULATION_INLINE int pick(int warp) {
   return warp * warp_size + (machine.reverse ? 31 - __builtin_clz(ready) : __builtin_ctz(ready));
 }
 
-// The first warp that can run goes first, and runs until all of it waits at a barrier. So the
-// order in a phase between two barriers is always the same and `reverse` is its exact opposite:
-// where a barrier is missing, one of the two orders reads what was not yet written, or what was
+// The first warp that can run goes first, and runs until all of it waits at a barrier, or until it
+// ends a phase of an mbarrier that a warp before it waits for. So the order in a phase between two
+// barriers is always the same and `reverse` is its exact opposite: where a barrier is missing, or
+// an arrival comes too early, one of the two orders reads what was not yet written, or what was
 // already overwritten.
 inline int first_ready() {
   for (int i = 0; i < machine.warp_count; ++i) {
@@ -180,11 +200,21 @@ LA_EMULATION_INLINE void run(int next) {
   switch_context(machine.threads[from].context, machine.threads[next].context);
 }
 
+static void keep_fenced();  // machine/products.hpp
+
 // All of the warp of this thread has gone as far as it can: the first that can run goes on.
 inline void run_other_warp() {
   const int next = first_ready();
   if (next == none) fail_deadlock();
+  keep_fenced();
   run(next);
+}
+
+// This thread waits: its warp goes on with the other lanes as long as it can.
+LA_EMULATION_INLINE void run_others() {
+  const int next = pick(machine.current / warp_size);
+  if (next != none) run(next);
+  else run_other_warp();
 }
 
 // What the 32 lanes of a warp brought to a collective, in lane order.
@@ -225,7 +255,7 @@ LA_EMULATION_HOT [[gnu::noinline]] static void meet_warp(const Site& site, void*
     warp.at_collective = 0;
     warp.ready = all_lanes;
   }
-  run(pick(warp_index));  // never none: a lane that is missing is ready, and now perhaps all are
+  run_others();
 }
 
 // Waits until all lanes of the warp are here; `work(Lanes<Operands>)` is then called once. It reads
@@ -238,7 +268,7 @@ inline void warp_collective(const Site& site, Operands& mine) {
 // At the start of a block, and when all of it has come to sync_block.
 inline void release_block() {
   machine.at_barrier = 0;
-  for (int w = 0; w < machine.warp_count; ++w) machine.warps[w] = Warp{all_lanes, 0, 0, 0, 0};
+  for (int w = 0; w < machine.warp_count; ++w) machine.warps[w] = all_ready;
   for (Named& barrier : machine.named) barrier = Named{};
 }
 
@@ -256,12 +286,10 @@ inline void release_block() {
   warp.at_barrier |= lane;
   if (++machine.at_barrier == machine.thread_count) {
     release_block();
-    run(first_ready());
-    return;
+    run_other_warp();
+  } else {
+    run_others();
   }
-  const int next = pick(warp_index);
-  if (next != none) run(next);
-  else run_other_warp();
 }
 
 // Where a thread waits tells named barriers apart by this name.
@@ -311,17 +339,17 @@ static int missing_warp(const Named& barrier) {
          line, count, machine.thread_count);
   const int warp_index = machine.current / warp_size;
   if (!join_warp(site, &count)) {
-    run(pick(warp_index));
+    run_others();
     return;
   }
   Named& barrier = machine.named[id];
   check_named(barrier, site, warp_index, count);
   if (barrier.count != count) barrier = Named{count, 0, 0};
   barrier.waiting |= 1u << warp_index;
-  machine.warps[warp_index] = Warp{0, 0, 0, all_lanes, 0};
+  machine.warps[warp_index] = Warp{0, 0, 0, all_lanes, 0, 0};
   if (__builtin_popcount(barrier.waiting) * warp_size == count) {
     for (int w = 0; w < machine.warp_count; ++w)
-      if (barrier.waiting >> w & 1) machine.warps[w] = Warp{all_lanes, 0, 0, 0, 0};
+      if (barrier.waiting >> w & 1) machine.warps[w] = all_ready;
     barrier.group = barrier.waiting;
     barrier.waiting = 0;
   } else if (const int missing = missing_warp(barrier); missing != none) {
@@ -338,6 +366,7 @@ static void check_named_return() {
 }
 
 static void check_products_return();  // machine/products.hpp
+static void check_stores_return();    // machine/stores.hpp
 
 // What a fiber runs: the kernel, then the hand-over to whoever is left.
 [[noreturn]] static void thread_main() {
@@ -352,6 +381,7 @@ static void check_products_return();  // machine/products.hpp
   warp.returned |= lane;
   check_named_return();
   check_products_return();
+  check_stores_return();
   if (const int next = pick(warp_index); next != none) run(next);
   for (int w = 0; w < machine.warp_count; ++w)
     if (machine.warps[w].returned != all_lanes) run_other_warp();

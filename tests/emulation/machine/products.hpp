@@ -1,6 +1,7 @@
 // Products that a warp has issued and not waited for: wgmma runs on its own, and here as late as it
-// may, when the warp waits. So whoever overwrites an operand in shared memory too early changes the
-// result, and an accumulator reads as NaN until the wait.
+// may, when the warp waits, or as early, where machine.early. So whoever overwrites an operand in
+// shared memory too early, or writes it too late, changes the result of one of the two, and an
+// accumulator reads as NaN until the wait.
 //
 // A warp computes its own 16 rows by itself. That the four warps of a warpgroup issue the same
 // products, which the instruction needs, is checked by a list of the warpgroup.
@@ -13,15 +14,16 @@ namespace emulation {
 
 typedef float Row8 __attribute__((vector_size(32)));
 
-constexpr int max_columns = 64;  // of one product
-constexpr int warpgroup = 4;     // warps
+constexpr int max_columns = 128;  // of one product
+constexpr int warpgroup = 4;      // warps
 // A signalling NaN, which no arithmetic yields: registers that hold anything else at the wait have
 // been written, if only by adding to them.
 constexpr u32 in_flight = 0xffa5a5a5u;
 
-// An operand in shared memory; both in bytes.
+// An operand in shared memory, in bytes: where it starts, and how far on the next atoms are, those
+// along its lines' numbers and those side by side.
 struct Operand {
-  u32 start, stride;
+  u32 start, stride, aside;
 };
 
 // The 16 rows of one warp, while products for them are queued.
@@ -59,7 +61,7 @@ struct Issued {
 static Queue queues[max_threads / warp_size];
 static std::vector<Issued> issued[max_threads / warp_size / warpgroup];
 
-// Whether fence_async was called since wgmma last read; and shared memory as it was then.
+// Shared memory as wgmma may see it, and whether fence_async was called since it was kept.
 struct AsyncView {
   bool fence;
   std::vector<unsigned char> bytes;
@@ -78,6 +80,13 @@ static void reset_products() {
   }
   async_view.fence = false;
   async_view.bytes.clear();
+}
+
+// A fence vouches for what its warp has written until that waits, not for what others write then.
+static void keep_fenced() {
+  if (!async_view.fence) return;
+  async_view.bytes.assign(machine.shared, machine.shared + machine.shared_bytes);
+  async_view.fence = false;
 }
 
 // A lane has pairs of neighbours: two of rows 8 apart in each eight columns.
@@ -190,7 +199,7 @@ static void run_products(std::size_t left, const Site& site) {
   for (std::size_t i = 0; i < end; ++i) {
     const Product& product = queue.products[i];
     Accumulator& accumulator = queue.accumulators[product.accumulator];
-    product.run(product, accumulator.c);
+    if (!machine.early) product.run(product, accumulator.c);
     if (--accumulator.pending) continue;
     if (const int lane = written_lane(accumulator); lane != none)
       fail("waits for products (%s:%d), but lane %d has written registers of %s (%s:%d) meanwhile",

@@ -30,14 +30,15 @@ struct StmatrixLane {
   void* row;
 };
 
-// Transposed: the wrappers have no other.
+template <bool transposed>
 LA_EMULATION_HOT inline void stmatrix(Lanes<StmatrixLane> lanes) {
   for (int matrix = 0; matrix < 4; ++matrix) {
     std::uint16_t m[8][8];
     for (int lane = 0; lane < 32; ++lane) {
       const int i = lane / 4, j = 2 * (lane % 4);
-      m[j][i] = static_cast<std::uint16_t>(lanes[lane].r[matrix]);
-      m[j + 1][i] = static_cast<std::uint16_t>(lanes[lane].r[matrix] >> 16);
+      (transposed ? m[j][i] : m[i][j]) = static_cast<std::uint16_t>(lanes[lane].r[matrix]);
+      (transposed ? m[j + 1][i] : m[i][j + 1]) =
+          static_cast<std::uint16_t>(lanes[lane].r[matrix] >> 16);
     }
     for (int i = 0; i < 8; ++i) __builtin_memcpy(lanes[8 * matrix + i].row, m[i], 16);
   }
@@ -74,10 +75,16 @@ inline void ldmatrix_x4_trans(u32 (&r)[4], const void* row, LA_EMULATION_SITE) {
   emulation::warp_collective<emulation::ldmatrix<true>>({"ldmatrix_x4_trans", file, line}, mine);
 }
 
+inline void stmatrix_x4(void* row, const u32 (&r)[4], LA_EMULATION_SITE) {
+  emulation::check_row(row, "stmatrix");
+  emulation::StmatrixLane mine = {r, row};
+  emulation::warp_collective<emulation::stmatrix<false>>({"stmatrix_x4", file, line}, mine);
+}
+
 inline void stmatrix_x4_trans(void* row, const u32 (&r)[4], LA_EMULATION_SITE) {
   emulation::check_row(row, "stmatrix");
   emulation::StmatrixLane mine = {r, row};
-  emulation::warp_collective<emulation::stmatrix>({"stmatrix_x4_trans", file, line}, mine);
+  emulation::warp_collective<emulation::stmatrix<true>>({"stmatrix_x4_trans", file, line}, mine);
 }
 
 }  // namespace ptx

@@ -1,15 +1,22 @@
 // kernels_cu/ptx/memory.cuh on the host. What the instructions demand and plain C++ would let pass
 // is checked: pointers aligned to the width, and into global, not shared, memory.
 #pragma once
+#include "machine/copies.hpp"
 #include "machine/machine.hpp"
 #include "ptx/types.cuh"
 
 namespace emulation {
 
 template <int bytes>
+inline void check_aligned(const void* p, const char* operation) {
+  if (reinterpret_cast<std::uint64_t>(p) % bytes)
+    fail("uses %s at %p, which is not a multiple of %d", operation, p, bytes);
+}
+
+template <int bytes>
 inline void check_global(const void* p, const char* operation) {
   const auto address = reinterpret_cast<std::uint64_t>(p);
-  if (address % bytes) fail("uses %s at %p, which is not a multiple of %d", operation, p, bytes);
+  check_aligned<bytes>(p, operation);
   // Unsigned, so that addresses below shared memory wrap to large distances.
   if (address - reinterpret_cast<std::uint64_t>(machine.shared) <
       static_cast<std::uint64_t>(machine.shared_bytes))
@@ -39,13 +46,29 @@ inline Word2 load_8(const void* p) { return emulation::load<Word2>(p, "load_8");
 inline u32 load_4(const void* p) { return emulation::load<u32>(p, "load_4"); }
 inline u16 load_2(const void* p) { return emulation::load<u16>(p, "load_2"); }
 
-// Done at once: as late as the wait would show only what is read before it, and that reads the
-// NaN that shared memory starts with.
 inline void copy_16(void* to, const void* from) {
   const Word4 word = emulation::load<Word4>(from, "copy_16");
-  __builtin_memcpy(to, &word, sizeof word);
+  emulation::start_copy(to, &word, "copy_16");
 }
-inline void copy_wait() {}
+inline void copy_wait() { emulation::finish_all_copies(); }
+
+// What is not copied need not be there.
+inline void copy_16_or_zero(void* to, const void* from, i32 bytes) {
+  emulation::check_aligned<16>(from, "copy_16_or_zero");
+  if (bytes < 0 || bytes > 16)
+    emulation::fail("uses copy_16_or_zero of %d bytes, allowed: 0 to 16", bytes);
+  if (bytes) emulation::check_global<16>(from, "copy_16_or_zero");
+  Word4 word = {};
+  __builtin_memcpy(&word, from, static_cast<u32>(bytes));
+  emulation::start_copy(to, &word, "copy_16_or_zero");
+}
+inline void copy_commit() { emulation::commit_copies(); }
+
+template <int Left>
+inline void copy_wait_but() {
+  static_assert(Left >= 0, "copy_wait_but: Left must be 0 or more");
+  emulation::finish_copies(Left);
+}
 
 inline void store_16(void* p, const Word4& v) { emulation::store(p, v, "store_16"); }
 inline void store_8(void* p, const Word2& v) { emulation::store(p, v, "store_8"); }

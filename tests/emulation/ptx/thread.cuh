@@ -40,6 +40,7 @@ namespace ptx {
 
 inline i32 thread() { return emulation::machine.current; }
 inline i32 block() { return emulation::machine.block; }
+inline i32 grid() { return emulation::machine.grid; }
 
 inline void sync_block(LA_EMULATION_SITE) { emulation::block_barrier({"sync_block", file, line}); }
 

@@ -41,7 +41,8 @@ LA_EMULATION_INLINE void transpose(Packet (&m)[8]) {
 // Their lines are 128 bytes apart.
 template <bool across>
 LA_EMULATION_INLINE u32 tile_address(const Operand& from, int x, int k) {
-  return across ? from.start + k * from.stride + x * 16 : from.start + x * from.stride + k * 16;
+  return across ? from.start + k * from.stride + x / 8 * from.aside + x % 8 * 16
+                : from.start + x * from.stride + k * 16;
 }
 
 // Vectors are along packets, or, transposed, along lines.
@@ -93,12 +94,15 @@ LA_EMULATION_HOT inline void multiply_wide(const Product& product,
       for (int i = 0; i < 8; ++i) b[8 * k + i][x] = rows[i];
     }
   }
-  for (int i = 0; i < 16; ++i) {
-    Row8 sum[n / 8];
-    for (int j = 0; j < n / 8; ++j) sum[j] = product.keep ? c[i][j] : Row8{};
-    for (int k = 0; k < 16; ++k)
-      for (int j = 0; j < n / 8; ++j) sum[j] += a[i][k] * b[k][j];
-    for (int j = 0; j < n / 8; ++j) c[i][j] = sum[j];
+  constexpr int width = n > 96 ? n / 16 : n / 8;  // no more sums than the processor has registers
+  for (int first = 0; first < n / 8; first += width) {
+    for (int i = 0; i < 16; ++i) {
+      Row8 sum[width];
+      for (int j = 0; j < width; ++j) sum[j] = product.keep ? c[i][first + j] : Row8{};
+      for (int k = 0; k < 16; ++k)
+        for (int j = 0; j < width; ++j) sum[j] += a[i][k] * b[k][first + j];
+      for (int j = 0; j < width; ++j) c[i][first + j] = sum[j];
+    }
   }
 }
 
@@ -115,9 +119,9 @@ template <bool across>
 inline Operand decode(unsigned long long descriptor, int count, const char* name,
                       const Site& site) {
   const Operand operand = {static_cast<u32>(descriptor & 0x3fff) * 16,
-                           static_cast<u32>(descriptor >> 32 & 0x3fff) * 16};
+                           static_cast<u32>(descriptor >> 32 & 0x3fff) * 16,
+                           static_cast<u32>(descriptor >> 16 & 0x3fff) * 16};
   const int mode = static_cast<int>(descriptor >> 62);
-  // Bits 16-29, the distance between atoms side by side, count for nothing: there is one.
   if (mode != 1 || descriptor & 0x3fffc000c000c000ull)
     fail("gives %s (%s:%d) %s = %#llx, swizzle mode %d, allowed: mode 1 (128 bytes), no offset",
          site.operation, site.file, site.line, name, descriptor, mode);
@@ -130,7 +134,13 @@ inline Operand decode(unsigned long long descriptor, int count, const char* name
   if (operand.stride % 1024 || (atoms > 1 && operand.stride == 0))
     fail("gives %s (%s:%d) %s with atoms %u bytes apart, allowed: multiples of 1024",
          site.operation, site.file, site.line, name, operand.stride);
-  const u32 end = operand.start - within + (atoms - 1) * operand.stride + 1024;
+  // The distance between atoms side by side counts for nothing where there is one.
+  const int beside = across ? (count - 1) / 64 : 0;
+  if (beside && (operand.aside % 1024 || operand.aside == 0))
+    fail("gives %s (%s:%d) %s with atoms side by side %u bytes apart, allowed: multiples of 1024",
+         site.operation, site.file, site.line, name, operand.aside);
+  const u32 end = operand.start - within + (atoms - 1) * operand.stride + beside * operand.aside +
+                  1024;
   if (end > static_cast<u32>(machine.shared_bytes))
     fail("gives %s (%s:%d) %s at offsets %u to %u of %d bytes of shared memory", site.operation,
          site.file, site.line, name, operand.start, end, machine.shared_bytes);
@@ -156,14 +166,13 @@ LA_EMULATION_HOT inline bool unfenced(const Operand& operand, int count) {
   return false;
 }
 
-// wgmma may read what was written before a fence_async. Who wrote what is not known here, so a
-// fence of any thread counts, until the next product: what is found is a fence that is missing.
+// wgmma may read what was written before a fence_async. Who wrote what is not known here: a fence
+// counts for all that is in shared memory when its warp next waits, or any next multiplies. So one
+// behind the last write to an operand is enough, whatever others write elsewhere; what is found is
+// a fence that is missing.
 template <bool across>
 inline void check_fenced(const Operand& operand, int count, const char* name, const Site& site) {
-  if (async_view.fence) {
-    async_view.bytes.assign(machine.shared, machine.shared + machine.shared_bytes);
-    async_view.fence = false;
-  }
+  keep_fenced();
   if (unfenced<across>(operand, count))
     fail("is at %s (%s:%d), but no fence_async follows the last writes to %s in shared memory",
          site.operation, site.file, site.line, name);
@@ -208,6 +217,7 @@ inline void issue(Lanes<WgmmaLane> lanes) {
     fail("is at %s (%s:%d), but no wgmma_fence opens the run of products", site.operation,
          site.file, site.line);
   ++accumulator.pending;
+  if (machine.early) product.run(product, accumulator.c);
 }
 
 template <int n, From a_from, bool b_across>
@@ -231,14 +241,17 @@ namespace ptx {
 
 enum Major : i32 { kAlongK = 0, kAcross = 1 };
 
-inline u64 wgmma_operand(const void* start) {
+inline u64 wgmma_operand(const void* start, u32 aside = 16) {
   const auto offset = static_cast<const unsigned char*>(start) - emulation::machine.shared;
   if (offset < 0 || offset >= emulation::machine.shared_bytes || offset % 16)
     emulation::fail("gives wgmma_operand %p, at offset %lld of %d bytes of shared memory, allowed: "
                     "multiples of 16", start, static_cast<long long>(offset),
                     emulation::machine.shared_bytes);
+  if (aside % 16 || aside / 16 > 0x3fff)
+    emulation::fail("gives wgmma_operand atoms side by side %u bytes apart, allowed: multiples of "
+                    "16 up to %d", aside, 0x3fff * 16);
   constexpr u64 kAtomStride = 1024 / 16, kSwizzle128 = 1;
-  return shared_address(start) >> 4 | u64(1) << 16 | kAtomStride << 32 | kSwizzle128 << 62;
+  return shared_address(start) >> 4 | u64(aside / 16) << 16 | kAtomStride << 32 | kSwizzle128 << 62;
 }
 
 inline void wgmma_fence(LA_EMULATION_SITE) {
@@ -298,6 +311,24 @@ template <Major B>
 inline void wgmma(float (&d)[32], const u32 (&a)[4], u64 b, i32 keep, LA_EMULATION_SITE) {
   constexpr auto from = emulation::From::registers;
   emulation::meet_wgmma<64, from, B == kAcross>(d, a, 0, b, keep, file, line);
+}
+
+template <Major A, Major B>
+inline void wgmma(float (&d)[36], u64 a, u64 b, i32 keep, LA_EMULATION_SITE) {
+  constexpr auto from = A == kAcross ? emulation::From::across : emulation::From::along_k;
+  emulation::meet_wgmma<72, from, B == kAcross>(d, nullptr, a, b, keep, file, line);
+}
+
+template <Major B>
+inline void wgmma(float (&d)[36], const u32 (&a)[4], u64 b, i32 keep, LA_EMULATION_SITE) {
+  constexpr auto from = emulation::From::registers;
+  emulation::meet_wgmma<72, from, B == kAcross>(d, a, 0, b, keep, file, line);
+}
+
+template <Major A, Major B>
+inline void wgmma(float (&d)[64], u64 a, u64 b, i32 keep, LA_EMULATION_SITE) {
+  constexpr auto from = A == kAcross ? emulation::From::across : emulation::From::along_k;
+  emulation::meet_wgmma<128, from, B == kAcross>(d, nullptr, a, b, keep, file, line);
 }
 
 }  // namespace ptx
