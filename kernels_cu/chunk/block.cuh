@@ -1,58 +1,32 @@
-// Which part of the work a block has, and names for its shared memory.
+// A block's part of the work and names for its shared memory.
 #pragma once
-#include "chunk/level.cuh"
-#include "chunk/state.cuh"
+#include "chunk/part.cuh"
 
 namespace la {
 
 template <class Config>
-struct Block {
+struct Block : Part<Config> {
+  using Base = Part<Config>;
   using Role = typename Config::Role;
   using Acc = typename Config::Acc;
-  static constexpr bool kQueryRows = !Role::kReversed;
+  using Base::chunks, Base::column0, Base::group, Base::head, Base::kGroups, Base::start_count;
   // Has rows of v, to take its level off.
   static constexpr bool kLevelled = kSame<Role, GradK> || (kSame<Role, GradQ> && Config::kCausal);
 
   i32 zero;  // 0, see shared()
-  Head head;
-  // Where the head's rows begin in each array, 0 for an array that is not there. A block that sums over heads finds those of
-  // its sources from turn to turn.
-  struct Places { u64 q, k, v, dout, dst, den, delta; } places;
-  i32 split, group;   // which of the result's column blocks; how many heads are summed over
-  int column0;        // first column of the result in this block
-  i32 segment, chunks;
-  Reach rows, sources;  // of the segment
-  Acc start_count;
 
   // The block's description is the same for all threads: it lies in shared memory, not in the registers of each.
   static LA_DEVICE Block& make(const Params& p) {
     Block& block = *reinterpret_cast<Block*>(dynamic_shared() + Config::kDescription);
-    if (thread() == 0) block.describe(p);
+    if (thread() == 0) block.begin(p);
     sync_block();
     return block;
   }
 
-  LA_DEVICE void describe(const Params& p) {
+  LA_DEVICE void begin(const Params& p) {
     static_assert(sizeof(Block) <= Config::kDescriptionBytes, "the description must fit its place");
     zero = 0;
-    u32 index = static_cast<u32>(block());
-    split = static_cast<i32>(index % p.splits);
-    index /= p.splits;
-    segment = static_cast<i32>(index % p.segments);
-    head.place(p, index / p.segments, 0, p.outer);
-    const auto place = [&](const Tensor& t) { return head.template address<typename Config::Arith>(t); };
-    places = {place(p.q), place(p.k), place(p.v), place(p.dout), place(p.dst), head.template place<Acc>(p.den),
-              head.template place<Acc>(p.delta)};
-    group = kGroups ? group_size(p) : 1;
-    column0 = split * Config::kColumns;
-    const i64 first = segment * p.chunks_per_segment, left = p.chunks - first;
-    chunks = static_cast<i32>(left < p.chunks_per_segment ? left : p.chunks_per_segment);
-    // Queries and keys of the segment, by position; see Params::query_shift.
-    const i64 position = p.origin + first * Config::kChunk;
-    const Reach queries = Reach::cut(position - p.query_shift, p.n, chunks * Config::kChunk);
-    const Reach keys = Reach::cut(position, p.m, chunks * Config::kChunk);
-    rows = kQueryRows ? queries : keys;
-    sources = kQueryRows ? keys : queries;
+    this->describe(p, static_cast<u32>(block()));
   }
 
   // Turns: a chunk of rows, and within it one member of the group of heads that are summed over. What exists twice in shared
@@ -62,7 +36,6 @@ struct Block {
     i32 step = 0, member = 0, copy = 0;
     LA_DEVICE i32 row_copy() const { return step & 1; }
   };
-  static constexpr bool kGroups = Config::kGrouped;
   LA_DEVICE bool exists(Turn t) const { return t.step < chunks; }
   LA_DEVICE bool begins(Turn t) const { return !kGroups || t.member == 0; }
   LA_DEVICE bool ends(Turn t) const { return !kGroups || t.member + 1 == group; }
@@ -75,7 +48,7 @@ struct Block {
   // The sums before the segment, into both copies: where nothing is added to them, both stay as they are.
   LA_DEVICE void start(const Params& p) {
     const bool given = p.start.kv != 0;
-    const StatePlace at = StatePlace::find<Acc>(p.start, head, p, first_slot(p));
+    const StatePlace at = StatePlace::find<Acc>(p.start, head, p, this->first_slot(p));
     const u64 inner = !given ? 0 : Role::kKeyFeatures ? at.k_sum : at.v_sum;
     const u64 column = !given ? 0 : Role::kKeyFeatures ? at.v_sum : at.k_sum;
     if constexpr (Config::Arith::kWarpgroups) prepare();
@@ -110,29 +83,6 @@ struct Block {
     }
     u32* const lines = reinterpret_cast<u32*>(shared() + Config::kVectorLines);
     for (int i = thread(); i < (Config::kDescription - Config::kVectorLines) / 4; i += Config::kThreads) lines[i] = 0;
-  }
-
-  LA_DEVICE bool last_segment(const Params& p) const { return segment + 1 == p.segments; }
-
-  // The slot of the workspace that holds the sum over everything before this segment (behind it, when reversed).
-  LA_DEVICE i64 first_slot(const Params& p) const {
-    if (p.pieces == 0) return 0;
-    return Role::kReversed ? (segment + 1) * p.pieces - 1 : segment * p.pieces;
-  }
-
-  // Steps go forwards or backwards over the segment's chunks.
-  LA_DEVICE i32 first_row(i32 step) const { return (Role::kReversed ? chunks - 1 - step : step) * Config::kChunk; }
-  LA_DEVICE Span rows_at(i32 step) const { return rows.chunk(first_row(step), Config::kChunk); }
-  LA_DEVICE Span sources_at(i32 step) const { return sources.chunk(first_row(step), Config::kChunk); }
-
-  // How many keys row `row` of a step sees (roles that walk forwards).
-  LA_DEVICE Acc count_seen(i32 step, int row) const {
-    return Config::kCausal ? start_count + static_cast<Acc>(sources.before(first_row(step) + row + 1)) : start_count;
-  }
-
-  // How many keys the state holds before `step` (roles that walk forwards).
-  LA_DEVICE Acc count_before(i32 step) const {
-    return Config::kCausal ? start_count + static_cast<Acc>(sources.before(first_row(step))) : start_count;
   }
 
   // With a zero that the compiler does not know: addresses are then not computed ahead of loops and barriers, where they would
