@@ -118,7 +118,7 @@ def _progress(items: Iterable[Spec], total: int, title: str) -> Iterable[Spec]:
 
 
 def _lines(items: Iterable[Spec], total: int, title: str) -> Iterator[Spec]:
-    step = max(1, total // 10)
+    step = max(1, -(-total // 10))
     for count, item in enumerate(items, 1):
         if count % step == 0 or count == total:
             print(f"kernels for {title}: {count} of {total}", file=sys.stderr)

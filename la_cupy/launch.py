@@ -20,7 +20,7 @@ from .layouts import state_part_fits, summed_axes
 from .params import STATE_FIELDS
 from .plan import Plan, backward_plan, forward_plan
 from .problem import Layout, Problem
-from .records import Launch, fill
+from .records import Launch, fill, suited
 from .results import STATE_RANKS, Array, Gradients, State
 
 Buffers = dict[str, Any]
@@ -33,13 +33,22 @@ class Ready:
         self.function = kernel(launch.spec, device)
         self.grid, self.block = (launch.grid,), (launch.spec.threads,)
         self.shared = launch.spec.shared_bytes
-        self.record, self.dtype = launch.record, np.dtype((np.void, len(launch.record)))
-        self.pointers, self.aligned = launch.pointers, launch.aligned
+        self.launch, self.dtype = launch, np.dtype((np.void, len(launch.record)))
+        self.device = device
+        self.unaligned: Ready | None = None
 
     def __call__(self, addresses: Mapping[str, int], stream: Any) -> None:
-        record = fill(self.record, self.pointers, self.aligned, addresses)
-        arguments = (np.frombuffer(record, self.dtype),)
+        if suited(self.launch, addresses) is not self.launch:
+            self._unaligned()(addresses, stream)
+            return
+        arguments = (np.frombuffer(fill(self.launch, addresses), self.dtype),)
         self.function(self.grid, self.block, arguments, shared_mem=self.shared, stream=stream)
+
+    def _unaligned(self) -> "Ready":
+        if self.unaligned is None:
+            assert self.launch.unaligned is not None
+            self.unaligned = Ready(self.launch.unaligned, self.device)
+        return self.unaligned
 
 
 @dataclass(frozen=True)

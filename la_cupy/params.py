@@ -63,6 +63,18 @@ PARAMS = np.dtype(
     ],
     align=True,
 )
+MAP_BYTES = 128
+"""A tensor map of the driver; TensorMap in kernels_cu/ptx/tma.cuh."""
+MAPS = ("q", "k", "v", "dst")
+"""The arrays of `stream` that have maps, in the order of StreamParams in params.cuh."""
+STREAM_PARAMS = np.dtype(
+    [
+        ("maps", np.dtype((np.void, MAP_BYTES)), (len(MAPS),)),
+        ("axes", np.int32, (len(MAPS), 4)),
+        ("p", PARAMS),
+        ("unused", np.dtype((np.void, -PARAMS.itemsize % 64))),  # maps are aligned to 64 bytes
+    ]
+)
 SCAN_PARAMS = np.dtype(
     [(name, STATE_PARTS) for name in ("slots", "start", "total")]
     + [

@@ -5,12 +5,24 @@ them: "q", "k", "v", "dout", "den", "initial_state.kv", ... are the caller's; th
 the workspaces are listed in it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from . import dtypes
 from .device import DeviceInfo
-from .kernels import StateSpec, SweepSpec, arithmetic, resident_blocks, state_spec, sweep_spec
+from .kernels import (
+    EXPONENTIAL,
+    KEYS,
+    StateSpec,
+    StreamSpec,
+    SweepSpec,
+    WalkSpec,
+    arithmetic,
+    resident_blocks,
+    state_spec,
+    stream_spec,
+    sweep_spec,
+)
 from .layouts import Arrays, Buffer
 from .params import DOTS, STATE_FIELDS
 from .problem import Layout, Problem
@@ -23,6 +35,7 @@ from .records import (
     Tensor,
     relevel_launch,
     scan_launch,
+    stream_launch,
     walk_launch,
 )
 
@@ -30,8 +43,12 @@ GRANULE = 64
 """Segments are cut at multiples of this many positions, which every chunk length divides."""
 
 _LAUNCH_COST = 8.0  # microseconds that a further launch takes, ramp and drain included
-_GRANULE_COST = 4.0  # microseconds that a block of the walk needs for a granule, about
-_STATE_SHARE = 0.4  # of that, what a block of the pre-pass needs
+_GRANULE_COST = 4.0  # microseconds that a block of `sweep` needs for a granule, about
+_STATE_COST = 1.6  # the same of `accumulate`
+_STREAM_COSTS = {64: 1.3, 128: 2.2}  # of `stream`, by the wider of D and E
+_KEYS_COSTS = {64: 0.7, 128: 1.2}
+# `stream` multiplies a / b with lengths of rows and counts: 1e30 and 1e5 are in range then.
+_FARTHEST = 1e3
 _MAKES_VALUES = {"Forward": True, "GradV": True, "GradQ": False, "GradK": False}  # E columns, or D
 
 
@@ -108,7 +125,30 @@ class _Planner:
             reasons=tuple(self.reasons),
         )
 
-    def spec(self, role: str) -> SweepSpec:
+    def spec(self, role: str) -> WalkSpec:
+        p, o = self.p, self.p.options
+        widths = p.d, p.e, self.causal, self.device
+        if stream_spec(role, self.arith, "identity", *widths) is None:
+            return self.sweep_spec(role)
+        why = self.why_not_stream(role)
+        stream = None if why else stream_spec(role, self.arith, o.feature_map, *widths)
+        if stream is not None:
+            return stream
+        self.reasons.append(f"{role} does not run on `stream`: {why}")
+        return self.sweep_spec(role)
+
+    def why_not_stream(self, role: str) -> str:
+        """What of the options and the length keeps a walk from it that could be one of `stream`."""
+        o = self.p.options
+        if o.feature_map in EXPONENTIAL:
+            return f"it has too few warps for the exponentials of feature_map={o.feature_map!r}"
+        if self.positions(role in ("Forward", "GradQ"))[2] <= GRANULE:
+            return "one chunk does not fill the warps that it has for several"
+        if o.b != 0 and abs(o.a) > _FARTHEST * abs(o.b):
+            return f"it divides a by b, here {o.a:g} by {o.b:g}"
+        return ""
+
+    def sweep_spec(self, role: str) -> SweepSpec:
         p, axes = self.p, self.axes(role)
         shared = prod(axes.sizes[i] for i in axes.group) > 1
         of = role, self.arith, p.options.feature_map, p.d, p.e, self.causal, self.device
@@ -124,7 +164,7 @@ class _Planner:
         by_query = role in ("Forward", "GradQ")
         return self.arrays.query_axes if by_query else self.arrays.state_axes
 
-    def splits(self, spec: SweepSpec) -> int:
+    def splits(self, spec: WalkSpec) -> int:
         width = self.p.e if _MAKES_VALUES[spec.role] else self.p.d
         return -(-width // spec.columns)
 
@@ -136,8 +176,13 @@ class _Planner:
         shift = p.m - p.n
         return min(0, shift), shift, p.m - min(0, shift)
 
-    def segment(self, blocks: int, resident: int, length: int, prepass: bool) -> int:
-        """Positions in a segment: the length of least time for `blocks` blocks a segment."""
+    def segment(
+        self, blocks: int, resident: int, length: int, cost: float, prepass: float | None
+    ) -> int:
+        """Positions in a segment: the length of least time for `blocks` blocks a segment.
+
+        `cost` is that of a granule, `prepass` the same of the pre-pass, if there must be one.
+        """
         granules = -(-length // GRANULE)
         if blocks == 0 or granules < 2:
             return max(1, granules) * GRANULE
@@ -146,21 +191,32 @@ class _Planner:
 
         def time(count: int) -> float:
             rounds = -(-blocks * count // resident)
-            walk = rounds * -(-granules // count) * _GRANULE_COST + 0.5 * rounds
-            if not prepass or count == 1:
+            walk = rounds * -(-granules // count) * cost + 0.5 * rounds
+            if prepass is None or count == 1:
                 return walk
-            share = _STATE_SHARE * _GRANULE_COST * granules * blocks / resident
+            share = prepass * granules * blocks / resident
             return walk + share * (count - 1) / count + 2 * _LAUNCH_COST
 
         count = min(range(1, most + 1), key=time)
         return -(-granules // count) * GRANULE
 
-    def walk_segment(self, spec: SweepSpec) -> int:
+    @staticmethod
+    def granule_cost(spec: WalkSpec | StateSpec) -> float:
+        """Microseconds that a block needs for a granule, where all of the GPU is busy."""
+        if isinstance(spec, StreamSpec):
+            costs = _STREAM_COSTS if spec.has_rows else _KEYS_COSTS
+            return costs[max(spec.inner, spec.columns)]
+        return _STATE_COST if isinstance(spec, StateSpec) else _GRANULE_COST
+
+    def walk_segment(self, spec: WalkSpec) -> int:
         """Positions in a segment of the walk of `spec`."""
         blocks = self.axes(spec.role).heads * self.splits(spec)
         resident = resident_blocks(spec, self.device)
         length = self.positions(spec.role in ("Forward", "GradQ"))[2]
-        segment = self.segment(blocks, resident, length, prepass=self.causal)
+        prepass = self.granule_cost(self.prepass_spec(spec.role in ("GradV", "GradK")))
+        segment = self.segment(
+            blocks, resident, length, self.granule_cost(spec), prepass if self.causal else None
+        )
         if segment < length:
             self.reasons.append(
                 f"{spec.role} has {blocks} blocks for {resident} places, so that its sequence is cut "
@@ -176,51 +232,75 @@ class _Planner:
         rows: dict[str, RowRef],
         start: StateRef | None,
         total: StateRef | None,
-    ) -> StateRef:
+    ) -> tuple[StateRef, int]:
         """Pre-pass and scan: a slot for each segment, with the state before it (behind, reversed).
 
-        The segment that is last in the walk is only summed for the total.
+        The segment that is last in the walk is only summed for the total. Where there are too few
+        segments for the GPU, they are summed in several pieces: returns how many slots a segment has.
         """
         p = self.p
         origin, shift, length = self.positions(is_reversed)
         pieces = max(1, -(-length // segment))
-        slots = self.arrays.slots(name, pieces)
-        skip = 0 if total is not None else 1  # pieces left out: the first if reversed, or the last
+        fine = 1
+        if total is None and not is_reversed and pieces > 1:
+            spec = self.prepass_spec(False)
+            blocks = self.state_blocks(spec) * (pieces - 1)
+            room = max(1, resident_blocks(spec, self.device) // max(1, blocks))
+            granules = segment // GRANULE
+            fine = max(i for i in range(1, room + 1) if granules % i == 0)
+        segment, pieces = segment // fine, pieces * fine
+        skip = fine if total is None else 0  # pieces left out: the first if reversed, or the last
         begin = segment * skip if is_reversed else 0
         end = length if is_reversed else min(length, segment * (pieces - skip))
-        summed = 0
-        if end > begin and prod(p.lead if is_reversed else p.state_lead) != 0:
-            summed = pieces - skip
-            spec = self.state_spec(is_reversed)
-            names = ("q", "dout") if is_reversed else ("k", "v")
-            course = Course(
-                origin=origin + begin,
-                query_shift=shift,
-                chunks=-(-(end - begin) // spec.chunk),
-                each=segment // spec.chunk,
-                splits=-(-p.e // spec.columns) * -(-p.d // spec.inner),
-                levelled=self.p.levelled,
-            )
-            self.launches.append(
-                walk_launch(
-                    p,
-                    spec,
-                    self.arrays.state_axes,
-                    course,
-                    {x: self.arrays.tensor(x) for x in names},
-                    rows,
-                    {"final": slots.slot(skip if is_reversed else 0, p.d, p.e)},
-                )
-            )
+        some = end > begin and prod(p.lead if is_reversed else p.state_lead) != 0
+        # The sum is the total; but a causal walk begins with what is before its first segment.
+        sole = some and pieces == 1 and start is None and not self.causal
+        alone = total if sole else None
+        slots = alone or self.arrays.slots(name, pieces)
+        if some:
+            into = alone or slots.slot(skip if is_reversed else 0, p.d, p.e)
+            span = Course(origin + begin, shift, end - begin, segment, 1, levelled=p.levelled)
+            self.launches.append(self.sum_pieces(is_reversed, span, rows, into))
+        if alone:
+            return slots, fine
         states = {"slots": slots}
         states |= {"start": start} if start is not None else {}
         states |= {"total": total} if total is not None else {}
         given = self.p.levelled and not is_reversed and start is not None
         v = self.arrays.tensor("v") if given else None
+        summed = some * (pieces - skip)
         scan = scan_launch(p, self.arrays.state_axes, pieces, summed, is_reversed, states, v)
         if scan.grid:
             self.launches.append(scan)
-        return slots
+        return slots, fine
+
+    def sum_pieces(
+        self, is_reversed: bool, span: Course, rows: dict[str, RowRef], into: StateRef
+    ) -> Launch:
+        """The pre-pass over `span`, whose chunks have one position each."""
+        p, axes = self.p, self.arrays.state_axes
+        names = ("q", "dout") if is_reversed else ("k", "v")
+        tensors = {x: self.arrays.tensor(x) for x in names}
+        final = {"final": into}
+
+        def course(spec: StateSpec | StreamSpec) -> Course:
+            splits = -(-p.e // spec.columns) * -(-p.d // spec.inner)
+            chunks, each = -(-span.chunks // spec.chunk), span.each // spec.chunk
+            return replace(span, chunks=chunks, each=each, splits=splits)
+
+        spec = self.state_spec(is_reversed)
+        launch = walk_launch(p, spec, axes, course(spec), tensors, rows, final)
+        stream = self.prepass_spec(is_reversed)
+        if isinstance(stream, StateSpec):
+            return launch
+        most = resident_blocks(stream, self.device)
+        made = stream_launch(p, stream, axes, course(stream), tensors, rows, final, most)
+        return launch if made is None else replace(made, unaligned=launch)
+
+    def state_blocks(self, spec: StateSpec | StreamSpec) -> int:
+        """Blocks of a pre-pass for each piece."""
+        splits = -(-self.p.e // spec.columns) * -(-self.p.d // spec.inner)
+        return self.arrays.state_axes.heads * splits
 
     def relevel(self, given: StateRef, made: StateRef, sign: int) -> None:
         """The gradient of a state, from relative to 0 to relative to the level of v, or back."""
@@ -235,6 +315,13 @@ class _Planner:
         feature = p.options.feature_map
         return state_spec(self.arith, feature, p.d, p.e, is_reversed, self.device)
 
+    def prepass_spec(self, is_reversed: bool) -> StateSpec | StreamSpec:
+        """What sums over a piece; `stream` where v is taken as it is."""
+        p = self.p
+        of = self.arith, p.options.feature_map, p.d, p.e, True, self.device
+        stream = None if is_reversed or p.levelled else stream_spec(KEYS, *of)
+        return stream or self.state_spec(is_reversed)
+
     def total(
         self,
         name: str,
@@ -244,28 +331,31 @@ class _Planner:
         result: StateRef | None,
     ) -> StateRef:
         """The sum over the whole sequence: what every row sees where nothing is masked."""
-        spec = self.state_spec(is_reversed)
-        blocks = (
-            self.arrays.state_axes.heads * -(-self.p.e // spec.columns) * -(-self.p.d // spec.inner)
-        )
+        spec = self.prepass_spec(is_reversed)
         length = self.positions(is_reversed)[2]
-        segment = self.segment(blocks, resident_blocks(spec, self.device), length, prepass=False)
+        segment = self.segment(
+            self.state_blocks(spec),
+            resident_blocks(spec, self.device),
+            length,
+            self.granule_cost(spec),
+            None,
+        )
         total = result if result is not None else self.arrays.slots(f"{name}.total", 1)
         self.states(name, is_reversed, segment, rows, start, total)
         return total
 
     def walk(
         self,
-        spec: SweepSpec,
+        spec: WalkSpec,
         segment: int,
         tensors: dict[str, Tensor],
         rows: dict[str, RowRef],
         start: StateRef | None,
-        slotted: bool,
+        slots: int,
         final: StateRef | None = None,
     ) -> None:
         """The walk of one role; two launches where its sums over a row cross blocks."""
-        axes, splits = self.axes(spec.role), self.splits(spec)
+        splits = self.splits(spec)
         queries = spec.role in ("Forward", "GradQ")
         origin, shift, length = self.positions(queries)
         states = {"start": start} if start is not None else {}
@@ -285,13 +375,41 @@ class _Planner:
                 chunks=-(-length // spec.chunk),
                 each=segment // spec.chunk,
                 splits=splits,
-                pieces=1 if slotted else 0,
+                pieces=slots,
                 phase=phase,
                 levelled=self.p.levelled,
             )
-            launch = walk_launch(self.p, spec, axes, course, tensors, rows, states)
+            launch = self.walk_launch(spec, segment, course, tensors, rows, states)
             if launch.grid:
                 self.launches.append(launch)
+
+    def walk_launch(
+        self,
+        spec: WalkSpec,
+        segment: int,
+        course: Course,
+        tensors: dict[str, Tensor],
+        rows: dict[str, RowRef],
+        states: dict[str, StateRef],
+    ) -> Launch:
+        """With `stream`, also what runs instead where addresses or strides rule it out."""
+        axes = self.axes(spec.role)
+        if not isinstance(spec, StreamSpec):
+            return walk_launch(self.p, spec, axes, course, tensors, rows, states)
+        other = self.sweep_spec(spec.role)
+        length = self.positions(spec.role in ("Forward", "GradQ"))[2]
+        chunks, each = -(-length // other.chunk), segment // other.chunk
+        coarse = replace(course, chunks=chunks, each=each, splits=self.splits(other))
+        instead = walk_launch(self.p, other, axes, coarse, tensors, rows, states)
+        most = resident_blocks(spec, self.device)
+        launch = stream_launch(self.p, spec, axes, course, tensors, rows, states, most)
+        if launch is None:
+            self.reasons.append(
+                f"{spec.role} has no tensor maps: they take up to 3 leading axes, and strides that "
+                f"are positive multiples of 16 bytes"
+            )
+            return instead
+        return replace(launch, unaligned=instead)
 
     def forward(self, out: Tensor | None, den: RowRef, final: StateRef | None) -> None:
         """den, and where they are given a place, out and the final state."""
@@ -300,17 +418,17 @@ class _Planner:
         initial = arrays.given_state("initial_state") if p.initial_state else None
         segment = self.walk_segment(spec)
         length = self.positions(True)[2]
-        start, slotted = initial, False
+        start, slots = initial, 0
         if not self.causal:
             start, final = self.total("keys", False, {}, initial, final), None
         elif segment < length:
-            start, slotted = self.states("keys", False, segment, {}, initial, None), True
+            start, slots = self.states("keys", False, segment, {}, initial, None)
         tensors = {"q": arrays.tensor("q")}
         if self.causal:
             tensors |= {"k": arrays.tensor("k"), "v": arrays.tensor("v")}
         if out is not None:
             tensors["dst"] = out
-        self.walk(spec, segment, tensors, {"den": den}, start, slotted, final)
+        self.walk(spec, segment, tensors, {"den": den}, start, slots, final)
 
 
 def forward_plan(
@@ -364,15 +482,15 @@ def _query_gradient(planner: _Planner, rows: dict[str, RowRef]) -> None:
     spec = planner.spec("GradQ")
     initial = arrays.given_state("initial_state") if p.initial_state else None
     segment = planner.walk_segment(spec)
-    start, slotted = initial, False
+    start, slots = initial, 0
     if not planner.causal:
         start = planner.total("keys", False, {}, initial, None)
     elif segment < planner.positions(True)[2] or (initial is not None and planner.p.levelled):
-        start, slotted = planner.states("keys", False, segment, {}, initial, None), True
+        start, slots = planner.states("keys", False, segment, {}, initial, None)
     names = ("q", "k", "v", "dout") if planner.causal else ("q", "dout")
     tensors = {name: arrays.tensor(name) for name in names}
     tensors["dst"] = _result(planner, "q", p.lead)
-    planner.walk(spec, segment, tensors, rows, start, slotted)
+    planner.walk(spec, segment, tensors, rows, start, slots)
 
 
 def _key_gradients(planner: _Planner, rows: dict[str, RowRef]) -> None:
@@ -384,11 +502,11 @@ def _key_gradients(planner: _Planner, rows: dict[str, RowRef]) -> None:
         planner.relevel(from_caller, given, 1)
     total = arrays.new_state("dinitial_state") if p.initial_state else None
     segment = planner.walk_segment(specs["k"])
-    start, slotted = given, False
+    start, slots = given, 0
     if not planner.causal:
         start = planner.total("queries", True, rows, given, total)
     elif total is not None or segment < planner.positions(False)[2]:
-        start, slotted = planner.states("queries", True, segment, rows, given, total), True
+        start, slots = planner.states("queries", True, segment, rows, given, total)
     for name, spec in specs.items():
         own = ("v", "k") if name == "k" else ("k",)
         tensors = {
@@ -396,7 +514,7 @@ def _key_gradients(planner: _Planner, rows: dict[str, RowRef]) -> None:
         }
         tensors["dst"] = _result(planner, name, arrays.state_lead)
         needed = rows if planner.causal else {}
-        planner.walk(spec, segment, tensors, needed, start, slotted)
+        planner.walk(spec, segment, tensors, needed, start, slots)
     if total is not None:
         if planner.p.levelled:
             planner.relevel(total, total, -1)

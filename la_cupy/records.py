@@ -1,15 +1,17 @@
 """From names, strides and sizes to the bytes of a launch's parameters."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
 from . import dtypes
-from .kernels import RelevelSpec, ScanSpec, Spec, StateSpec, SweepSpec
+from .kernels import RelevelSpec, ScanSpec, Spec, StateSpec, StreamSpec, SweepSpec, WalkSpec
 from .params import (
     DTYPE_CODES,
+    MAP_BYTES,
+    MAPS,
     MAX_RANK,
     PARAMS,
     PHASES,
@@ -18,8 +20,10 @@ from .params import (
     SCAN_PARAMS,
     SCAN_WIDTH,
     STATE_FIELDS,
+    STREAM_PARAMS,
 )
 from .problem import Problem
+from .tensor_maps import ALIGNMENT, TensorMap, encode
 
 Strides = tuple[int, ...]
 
@@ -80,6 +84,13 @@ class Launch:
     record: bytes
     pointers: tuple[tuple[int, str, int], ...]  # offset in the record, buffer, bytes added
     aligned: tuple[tuple[int, str, int], ...]  # offset in the record, buffer, alignment
+    maps: tuple[tuple[int, str, TensorMap], ...] = ()  # offset in the record, buffer
+    unaligned: "Launch | None" = None  # what runs instead where a map's array is not aligned
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """The kernels that may run."""
+        return (self.spec,) if self.unaligned is None else (self.spec, self.unaligned.spec)
 
 
 def merge(axes: Axes, strides: list[Strides]) -> tuple[list[int], int, list[list[int]]]:
@@ -190,6 +201,36 @@ def walk_launch(
     states: dict[str, StateRef],
 ) -> Launch:
     """The launch of `sweep` or `accumulate`."""
+    return _walk(problem, spec, axes, course, tensors, rows, states)[0]
+
+
+def stream_launch(
+    problem: Problem,
+    spec: StreamSpec,
+    axes: Axes,
+    course: Course,
+    tensors: dict[str, Tensor],
+    rows: dict[str, RowRef],
+    states: dict[str, StateRef],
+    most: int,
+) -> Launch | None:
+    """The launch of `stream`, of `most` blocks at most: they go on from part to part.
+
+    None if there is no map of an array that it reads.
+    """
+    launch, merged, sizes = _walk(problem, spec, axes, course, tensors, rows, states)
+    return _with_maps(replace(launch, grid=min(launch.grid, most)), problem, tensors, merged, sizes)
+
+
+def _walk(
+    problem: Problem,
+    spec: WalkSpec | StateSpec,
+    axes: Axes,
+    course: Course,
+    tensors: dict[str, Tensor],
+    rows: dict[str, RowRef],
+    states: dict[str, StateRef],
+) -> tuple[Launch, list[list[int]], list[int]]:
     leads = [t.lead for t in tensors.values()] + [r.lead for r in rows.values()]
     leads += [lead for s in states.values() for lead in s.leads]
     sizes, outer, merged = merge(axes, leads)
@@ -212,7 +253,46 @@ def walk_launch(
     p["levelled"], p["phase"] = course.levelled, PHASES[course.phase]
     p["a"], p["b"] = options.a, options.b
     p["a_float"], p["b_float"] = options.a, options.b
-    return record.launch(spec, axes.heads * course.segments * course.splits)
+    return record.launch(spec, axes.heads * course.segments * course.splits), merged, sizes
+
+
+def _with_maps(
+    launch: Launch,
+    problem: Problem,
+    tensors: dict[str, Tensor],
+    merged: list[list[int]],
+    sizes: list[int],
+) -> Launch | None:
+    """The launch of `stream`: its maps and their axes stand before the parameters of the walk.
+
+    None if there is no map of an array that it reads.
+    """
+    values = np.zeros(1, STREAM_PARAMS)
+    values[0]["p"] = np.frombuffer(launch.record, PARAMS)[0]
+    maps = []
+    for (name, tensor), lead in zip(tensors.items(), merged, strict=False):
+        which = MAPS.index(name)
+        made = tensor_map(problem, name, tensor, lead, sizes)
+        if made is None:
+            if name == "dst":
+                continue  # a caller's array for the result: it is written row by row
+            return None
+        found, axes = made
+        values[0]["axes"][which] = [*axes, *[-1] * (3 - len(axes)), 1]
+        maps.append((which * MAP_BYTES, tensor.buffer, found))
+    shift = STREAM_PARAMS.fields["p"][1]  # type: ignore[index]
+    pointers = tuple((at + shift, name, added) for at, name, added in launch.pointers)
+    aligned = tuple((at + shift, name, size) for at, name, size in launch.aligned)
+    return Launch(launch.spec, launch.grid, values.tobytes(), pointers, aligned, tuple(maps))
+
+
+def tensor_map(
+    problem: Problem, name: str, tensor: Tensor, lead: list[int], sizes: list[int]
+) -> tuple[TensorMap, tuple[int, ...]] | None:
+    """The map of one array of `stream`, and the leading axes that it has; None if there is none."""
+    rows = problem.m if name in ("k", "v") else problem.n
+    columns = problem.d if name in ("q", "k") else problem.e
+    return TensorMap.of(tensor.dtype, columns, rows, tensor.row, lead, sizes)
 
 
 def scan_launch(
@@ -264,18 +344,27 @@ def _by_state_head(
     p["m"], p["d"], p["e"] = problem.m, problem.d, problem.e
 
 
+def suited(launch: Launch, addresses: Mapping[str, int]) -> Launch:
+    """The launch itself, or what runs instead where an array does not lie as a map of it must."""
+    if any(addresses[name] % ALIGNMENT for _, name, _ in launch.maps):
+        assert launch.unaligned is not None
+        return launch.unaligned
+    return launch
+
+
 def fill(
-    record: bytes,
-    pointers: tuple[tuple[int, str, int], ...],
-    aligned: tuple[tuple[int, str, int], ...],
+    launch: Launch,
     addresses: Mapping[str, int],
+    encode: Callable[[TensorMap, int], bytes] = encode,
 ) -> bytearray:
     """The parameters of one launch, with the buffers' addresses in their places."""
-    filled = bytearray(record)
+    filled = bytearray(launch.record)
     words = memoryview(filled).cast("Q")
-    for offset, name, shift in pointers:
+    for offset, name, shift in launch.pointers:
         words[offset >> 3] = addresses[name] + shift
     flags = memoryview(filled).cast("i")
-    for offset, name, size in aligned:
+    for offset, name, size in launch.aligned:
         flags[offset >> 2] = addresses[name] % size == 0
+    for offset, name, tensor_map in launch.maps:
+        filled[offset : offset + MAP_BYTES] = encode(tensor_map, addresses[name])
     return filled

@@ -183,7 +183,7 @@ def specs(device: DeviceInfo, checks: Iterable[Check] = CHECKS) -> list[Spec]:
         forward = forward_problem(x.q, x.k, x.v, **options)
         backward = backward_problem(x.dout, x.q, x.k, x.v, dstate=x.dstate, **options)
         for plan in (forward_plan(forward, device, True), backward_plan(backward, device, True)):
-            found |= {launch.spec: None for launch in plan.launches}
+            found |= {spec: None for launch in plan.launches for spec in launch.specs}
     return list(found)
 
 

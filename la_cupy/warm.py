@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from itertools import product
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from . import dtypes
 from .checks import FEATURE_MAPS
 from .device import DeviceInfo
 from .kernels import Spec
+from .layouts import contiguous_strides
 from .plan import backward_plan, forward_plan
 from .problem import backward_problem, forward_problem
 from .results import Array, State
@@ -50,7 +50,7 @@ def specs(device: DeviceInfo, kind: str, width: int, feature: str) -> list[Spec]
         forward = forward_problem(queries, rows, rows, **options)
         backward = backward_problem(queries, queries, rows, rows, dstate=state, **options)
         for plan in (forward_plan(forward, device, True), backward_plan(backward, device, True)):
-            found |= {launch.spec: None for launch in plan.launches}
+            found |= {spec: None for launch in plan.launches for spec in launch.specs}
     return list(found)
 
 
@@ -68,6 +68,7 @@ def choices(
 
 
 def _stand_in(dtype: str, *shape: int) -> Array:
-    """An array of this shape that takes the memory of its last axis."""
-    last = shape[-1:] if prod(shape) else ()
-    return np.broadcast_to(np.zeros(last, dtypes.numpy_dtype(dtype)), shape)
+    """A contiguous array of this shape, as a plan sees it; of memory it has one element."""
+    kind = dtypes.numpy_dtype(dtype)
+    strides = [stride * kind.itemsize for stride in contiguous_strides(shape)]
+    return np.lib.stride_tricks.as_strided(np.zeros(1, kind), shape, strides, writeable=False)

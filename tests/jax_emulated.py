@@ -15,12 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 from emulation import runner
-from emulation.backend import H200
+from emulation.backend import H200, emulated_map
 from la_cupy.interop import _jax_cuda, _jax_ffi, _jax_lowering
 from la_cupy.interop._jax_cuda import Program, Route
 
-from la_cupy.plan import Plan
-from la_cupy.records import fill
+from la_cupy.records import Launch, fill, suited
 
 TARGET = "la_cupy_emulated"
 launched: list[Program] = []
@@ -39,16 +38,17 @@ def _launch(text: bytes, device: int, stream: int, addresses: list[int]) -> None
         size = int(np.prod(buffer.shape)) * np.dtype(buffer.dtype).itemsize
         if size:
             ctypes.memset(named[name], 0xFF, size)
-    names = list(dict.fromkeys(launch.spec.name for launch in plan.launches))
-    sources = list(dict.fromkeys(launch.spec.source for launch in plan.launches))
+    launches = [suited(launch, named) for launch in plan.launches]
+    names = list(dict.fromkeys(launch.spec.name for launch in launches))
+    sources = list(dict.fromkeys(launch.spec.source for launch in launches))
     library = runner.build(names, includes=sources) if names else None
     with _one_at_a_time:
-        _run(plan, library, named)
+        _run(launches, library, named)
 
 
-def _run(plan: Plan, library: Any, named: dict[str, int]) -> None:
-    for launch in plan.launches:
-        record = fill(launch.record, launch.pointers, launch.aligned, named)
+def _run(launches: list[Launch], library: Any, named: dict[str, int]) -> None:
+    for launch in launches:
+        record = fill(launch, named, emulated_map)
         spec = launch.spec
         library.launch(
             spec.name, launch.grid, spec.threads, spec.shared_bytes, bytes(record), order="forward"

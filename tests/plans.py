@@ -14,15 +14,25 @@ from specialisations import register_limit
 
 from la_cupy.device import DeviceInfo
 from la_cupy.kernels import (
+    KEYS,
     KernelSpec,
     NoKernelError,
     RelevelSpec,
     ScanSpec,
     Spec,
     StateSpec,
-    SweepSpec,
+    StreamSpec,
+    WalkSpec,
+    resident_blocks,
 )
-from la_cupy.params import PARAMS, RELEVEL_PARAMS, RELEVEL_ROWS, SCAN_PARAMS, SCAN_WIDTH
+from la_cupy.params import (
+    PARAMS,
+    RELEVEL_PARAMS,
+    RELEVEL_ROWS,
+    SCAN_PARAMS,
+    SCAN_WIDTH,
+    STREAM_PARAMS,
+)
 from la_cupy.plan import Plan, backward_plan, forward_plan
 from la_cupy.problem import Problem, backward_problem, forward_problem
 from la_cupy.records import Launch
@@ -119,8 +129,20 @@ def case_plans(case: Case, device: DeviceInfo) -> list[Plan]:
 
 
 def record(launch: Launch) -> Any:
-    kinds = {ScanSpec: SCAN_PARAMS, RelevelSpec: RELEVEL_PARAMS}
-    return np.frombuffer(launch.record, kinds.get(type(launch.spec), PARAMS))[0]
+    """The parameters of a launch; those of `stream` are the walk's, which stand behind the maps."""
+    kinds = {ScanSpec: SCAN_PARAMS, RelevelSpec: RELEVEL_PARAMS, StreamSpec: STREAM_PARAMS}
+    found = np.frombuffer(launch.record, kinds.get(type(launch.spec), PARAMS))[0]
+    return found["p"] if isinstance(launch.spec, StreamSpec) else found
+
+
+def all_launches(plan: Plan) -> list[Launch]:
+    """With those that run where an array is not aligned."""
+    return [x for launch in plan.launches for x in (launch, launch.unaligned) if x is not None]
+
+
+def sums(spec: Spec) -> bool:
+    """Whether it only sums over a piece of the sequence: `accumulate`, or `stream` in that role."""
+    return isinstance(spec, StateSpec) or getattr(spec, "role", None) == KEYS
 
 
 # --- what holds for every plan
@@ -130,7 +152,7 @@ def assert_runnable(plan: Plan) -> None:
     """Each launch fits the device, and its blocks cover all there is, once."""
     made = {*plan.outputs, *plan.workspace, *plan.copies}
     given = {"q", "k", "v", "dout", "den", "out"}
-    for launch in plan.launches:
+    for launch in all_launches(plan):
         spec, p = launch.spec, record(launch)
         assert 0 < launch.grid <= GRID_LIMIT, f"{spec.name}: {launch.grid} blocks"
         assert_fits(spec, plan.device)
@@ -148,26 +170,56 @@ def assert_runnable(plan: Plan) -> None:
             assert spec.threads == 32 * RELEVEL_ROWS
             assert launch.grid == heads * -(-(int(p["d"]) + 1) // RELEVEL_ROWS)
         else:
-            assert launch.grid == heads * int(p["segments"]) * int(p["splits"])
+            parts = heads * int(p["segments"]) * int(p["splits"])
+            if isinstance(spec, StreamSpec):  # whose blocks go on from part to part
+                parts = min(parts, resident_blocks(spec, plan.device))
+                assert_has_maps(launch)
+            assert launch.grid == parts
             assert_covers_columns(plan.problem, spec, p)
             assert_covers_rows(plan, spec, p)
+            if getattr(spec, "causal", False):
+                start = PARAMS.fields["start"][1]
+                start += STREAM_PARAMS.fields["p"][1] if isinstance(spec, StreamSpec) else 0
+                begins = {name for at, name, _ in launch.pointers if at == start}
+                assert not begins & {*plan.outputs}, (
+                    f"{spec.name} begins with the sum of everything"
+                )
+
+
+def assert_has_maps(launch: Launch) -> None:
+    """Of all that `stream` reads; and what runs without them makes the same of the same arrays."""
+    mapped = {name for _, name, _ in launch.maps}
+    assert mapped <= {name for _, name, _ in launch.pointers}
+    read = {"k", "v"} if sums(launch.spec) else {"q", "k", "v"} if launch.spec.causal else {"q"}
+    assert mapped - {"out"} == read
+    other = launch.unaligned
+    assert other is not None and not other.maps and other.unaligned is None
+    assert other.spec.source == ("accumulate.cu" if sums(launch.spec) else "sweep.cu")
+    for choice in ("feature",) if sums(launch.spec) else ("role", "feature", "causal"):
+        assert getattr(other.spec, choice) == getattr(launch.spec, choice)
+    shift = STREAM_PARAMS.fields["p"][1]
+    assert {(at - shift, *rest) for at, *rest in launch.pointers} == {*other.pointers}
 
 
 def assert_fits(spec: Spec, device: DeviceInfo) -> None:
     assert spec.shared_bytes <= device.shared_per_block, f"{spec.name} on {device}"
     assert spec.threads % 32 == 0 and 32 <= spec.threads <= 1024, spec.name
     if isinstance(spec, KernelSpec):
-        loaders = spec.loaders if isinstance(spec, SweepSpec) else 0
-        assert spec.workers >= 1 and spec.threads == 32 * (spec.workers + loaders), spec.name
-        assert spec.resident >= 1 and register_limit(spec) >= 128, spec.name
+        others = getattr(spec, "loaders", 0)
+        if isinstance(spec, StreamSpec):
+            others = 8 if sums(spec) else 12
+        assert spec.workers >= 1 and spec.threads == 32 * (spec.workers + others), spec.name
+        # Those of `stream` are shared out anew when it has begun.
+        least = 96 if isinstance(spec, StreamSpec) and not sums(spec) else 128
+        assert spec.resident >= 1 and register_limit(spec) >= least, spec.name
 
 
-def width_of_result(problem: Problem, spec: SweepSpec | StateSpec) -> int:
-    over_d = isinstance(spec, SweepSpec) and spec.role in ("GradQ", "GradK")
+def width_of_result(problem: Problem, spec: WalkSpec | StateSpec) -> int:
+    over_d = isinstance(spec, WalkSpec) and spec.role in ("GradQ", "GradK")
     return problem.d if over_d else problem.e
 
 
-def assert_covers_columns(problem: Problem, spec: SweepSpec | StateSpec, p: Any) -> None:
+def assert_covers_columns(problem: Problem, spec: WalkSpec | StateSpec, p: Any) -> None:
     """The splits are blocks of the result's columns; in the pre-pass, times blocks of kv's rows."""
     width, splits, row_blocks = width_of_result(problem, spec), int(p["splits"]), 1
     if isinstance(spec, StateSpec):
@@ -195,11 +247,11 @@ def span(plan: Plan, p: Any, chunk: int, queries: bool, segment: int) -> tuple[i
     return max(0, min(begin, rows)), max(0, min(end, rows))
 
 
-def assert_covers_rows(plan: Plan, spec: SweepSpec | StateSpec, p: Any) -> None:
+def assert_covers_rows(plan: Plan, spec: WalkSpec | StateSpec, p: Any) -> None:
     """Segment after segment, with no row between two of them and none in both."""
     problem = plan.problem
-    if isinstance(spec, StateSpec):
-        queries = (spec.reversed,)  # the piece that nobody reads may be left out
+    if sums(spec):
+        queries = (getattr(spec, "reversed", False),)  # the piece that nobody reads may be left out
     else:
         rows = spec.role in ("Forward", "GradQ")
         queries = (False, True) if spec.causal else (rows,)
@@ -207,6 +259,6 @@ def assert_covers_rows(plan: Plan, spec: SweepSpec | StateSpec, p: Any) -> None:
         spans = [span(plan, p, spec.chunk, is_query, i) for i in range(int(p["segments"]))]
         for (_, end), (begin, _) in pairwise(spans):
             assert begin == end, f"{spec.name}: {spans}"
-        if isinstance(spec, SweepSpec):
+        if not sums(spec):
             whole = (0, problem.n if is_query else problem.m)
             assert (spans[0][0], spans[-1][1]) == whole, f"{spec.name}: {spans} of {whole}"

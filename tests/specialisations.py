@@ -10,14 +10,16 @@ from la_cupy.device import DeviceInfo
 from la_cupy.kernels import (
     ARITHMETIC,
     FEATURES,
+    KEYS,
     ROLES,
     NoKernelError,
     RelevelSpec,
     ScanSpec,
     Spec,
     StateSpec,
-    SweepSpec,
+    WalkSpec,
     state_spec,
+    stream_spec,
     sweep_spec,
 )
 
@@ -34,9 +36,9 @@ KERNELS = (
     ("keys", False),
     ("queries", False),
 )
-"""(role of `sweep`, causal), or what `accumulate` sums over."""
+"""(role of a walk, causal), or what `accumulate` sums over."""
 
-MatrixSpec = SweepSpec | StateSpec
+MatrixSpec = WalkSpec | StateSpec
 
 
 def matrix_spec(
@@ -47,11 +49,19 @@ def matrix_spec(
     e: int,
     device: DeviceInfo,
     shared: bool = False,
+    mapped: bool = True,
 ) -> MatrixSpec:
-    """What a plan takes for one of KERNELS, where k and v are `shared` by heads or not."""
+    """What a plan takes for one of KERNELS, where k and v are `shared` by heads or not, and where arrays are `mapped` or not."""
     role, causal = kernel
     if role in ROLES:
+        stream = stream_spec(role, arith, feature, d, e, causal, device)
+        if mapped and stream is not None:
+            return stream
         return sweep_spec(role, arith, feature, d, e, causal, device, shared)
+    if mapped and role == "keys":
+        stream = stream_spec(KEYS, arith, feature, d, e, True, device)
+        if stream is not None:
+            return stream
     return state_spec(arith, feature, d, e, role == "queries", device)
 
 
@@ -65,7 +75,7 @@ def lacks_kernel(kernel: tuple[str, bool], arith: str, d: int, e: int, device: D
 def register_limit(spec: Spec) -> int:
     """Registers of a thread, with as many blocks on a multiprocessor as the kernel asks for."""
     resident = spec.resident if isinstance(spec, MatrixSpec) else 1
-    return min(255, 65536 // (spec.threads * resident))
+    return min(255, 65536 // (spec.threads * resident) // 8 * 8)  # they are given out by eights
 
 
 @cache
@@ -73,8 +83,11 @@ def widths(arith: str, device: DeviceInfo) -> tuple[int, ...]:
     """The largest of the widths 1 .. 256 in each class of widths that plans treat alike."""
 
     def treatment(width: int) -> list[MatrixSpec | None]:
-        pairs = product(KERNELS, ((width, 1), (1, width)))
-        return [_spec(kernel, arith, "identity", *pair, device) for kernel, pair in pairs]
+        every = product(KERNELS, ((width, 1), (1, width)), (False, True))
+        return [
+            _spec(kernel, arith, "identity", *pair, device, False, mapped)
+            for kernel, pair, mapped in every
+        ]
 
     classes = {str(treatment(width)): width for width in range(1, 257)}
     return tuple(sorted(classes.values()))
@@ -98,10 +111,10 @@ def specialisations(
     found: dict[MatrixSpec, None] = {}
     for arith in arithmetics:
         sizes = widths(arith, device)
-        for kernel, feature, d, e, shared in product(
-            kernels, features, sizes, sizes, (False, True)
+        for kernel, feature, d, e, shared, mapped in product(
+            kernels, features, sizes, sizes, (False, True), (False, True)
         ):
-            spec = _spec(kernel, arith, feature, d, e, device, shared)
+            spec = _spec(kernel, arith, feature, d, e, device, shared, mapped)
             if spec is not None:
                 found[spec] = None
     return tuple(found)
@@ -109,8 +122,10 @@ def specialisations(
 
 def choices(spec: MatrixSpec) -> tuple[tuple[str, object], ...]:
     """What was chosen, as (name, value): that of which a cover has all pairs."""
-    kernel = spec.role if isinstance(spec, SweepSpec) else ("keys", "queries")[spec.reversed]
-    causal = spec.causal if isinstance(spec, SweepSpec) else None
+    walks = isinstance(spec, WalkSpec) and spec.role != KEYS
+    sums = not walks and ("queries" if getattr(spec, "reversed", False) else "keys")
+    kernel = spec.role if walks else sums
+    causal = spec.causal if walks else None
     return (
         ("arithmetic", spec.arith),
         ("kernel", kernel),

@@ -27,11 +27,22 @@ from specialisations import (
 
 from la_cupy import compile as la_compile
 from la_cupy.device import DeviceInfo
-from la_cupy.kernels import FEATURES, WGMMA, KernelSpec, ScanSpec, Spec
+from la_cupy.kernels import (
+    FEATURES,
+    KEYS,
+    STREAM,
+    WGMMA,
+    KernelSpec,
+    ScanSpec,
+    Spec,
+    StreamSpec,
+)
 
 nvrtc = pytest.importorskip("nvrtc", exc_type=ImportError)  # needs cuda-bindings
 
 ARCHS = {"sm_80": A100, "sm_89": L40, "sm_90a": H200, "sm_120": RTX50}
+INSTRUCTIONS = {"F64": ("DMMA",), WGMMA: ("HGMMA",), STREAM: ("HGMMA", "UTMALDG")}
+"""Products on the tensor cores; and what brings rows where the tensor memory accelerator does."""
 MOST = 60  # specialisations an arch, for the time of CI
 
 
@@ -49,9 +60,10 @@ def examine(spec: Spec, arch: str) -> list[str]:
         faults.append(f"{kernel.registers} registers, of which {spec.threads} threads have {most}")
     if isinstance(spec, KernelSpec):
         found = kernel.instructions()
-        wanted = {"F64": "DMMA", WGMMA: "HGMMA"}.get(spec.arith, "HMMA")
-        if not found[wanted]:
-            faults.append(f"no {wanted} among its {found.total()} instructions")
+        stores = ("UTMASTG",) if isinstance(spec, StreamSpec) and spec.role != KEYS else ()
+        for wanted in (*INSTRUCTIONS.get(spec.arith, ("HMMA",)), *stores):
+            if not found[wanted]:
+                faults.append(f"no {wanted} among its {found.total()} instructions")
     return [f"{spec.name} for {arch}: {fault}" for fault in (*faults, *kernel.notes)]
 
 
@@ -97,12 +109,24 @@ def test_cover_is_small_and_has_all_pairs(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_cover_has_every_choice(arch: str, choice: str) -> None:
     every = {
-        "arithmetic": {*ARITHMETICS, *([WGMMA] if arch == "sm_90a" else [])},
+        "arithmetic": {*ARITHMETICS, *([WGMMA, STREAM] if arch == "sm_90a" else [])},
         "kernel": {role for role, _ in KERNELS},
         "feature": set(FEATURES),
     }
     matrix = [spec for spec in cover(ARCHS[arch]) if isinstance(spec, KernelSpec)]
     assert {dict(choices(spec))[choice] for spec in matrix} == every[choice]
+
+
+def test_cover_has_stream_with_every_choice() -> None:
+    def chosen(specs: tuple[Spec, ...]) -> set[tuple[str, object]]:
+        return {x for spec in specs if isinstance(spec, StreamSpec) for x in choices(spec)}
+
+    every = chosen(cover(H200))
+    assert every == chosen(specialisations(H200))
+    assert {x for name, x in every if name == "feature"} == {"identity", "relu"}
+    assert {x for name, x in every if name in ("inner", "columns")} == {64, 128}
+    assert {x for name, x in every if name == "causal"} == {False, True, None}
+    assert {x for name, x in every if name == "kernel"} == {"Forward", "keys"}
 
 
 def test_a_spill_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

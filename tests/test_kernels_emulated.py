@@ -26,10 +26,10 @@ from cases import (
 )
 from emulation import runner
 from emulation.backend import H200, Backend
+from plans import record, sums
 from specialisations import A100, RTX50
 
 from la_cupy.device import DeviceInfo
-from la_cupy.params import PARAMS
 from la_cupy.plan import Plan
 from la_cupy.problem import backward_problem, forward_problem
 
@@ -99,8 +99,8 @@ def test_table(case: Case) -> None:
 
 def segments(plan: Plan) -> int:
     """The largest number of segments of a causal walk in the plan."""
-    walks = [x for x in plan.launches if getattr(x.spec, "causal", False)]
-    return max(int(np.frombuffer(x.record, PARAMS)["segments"][0]) for x in walks)
+    walks = [x for x in plan.launches if getattr(x.spec, "causal", False) and not sums(x.spec)]
+    return max(int(record(x)["segments"]) for x in walks)
 
 
 LONG_CASES = (
@@ -166,8 +166,8 @@ def test_sum_of_everything_in_pieces() -> None:
     backend = Emulation(H200)
     check_case(replace(case, causal=False), backend)
     for plan in backend.plans:
-        sums = [x for x in plan.launches if x.spec.source == "accumulate.cu"]
-        assert max(int(np.frombuffer(x.record, PARAMS)["segments"][0]) for x in sums) > 1
+        made = [record(x) for x in plan.launches if sums(x.spec)]
+        assert max(int(p["segments"]) for p in made) > 1
 
 
 @pytest.mark.parametrize("device", [A100, RTX50], ids=lambda device: device.name)
@@ -224,8 +224,11 @@ def test_out_of_the_caller(dtype: str, view: str) -> None:
     }[view]
     problem = forward_problem(x.q, x.k, x.v, out=out, **case.options)
     returned, _, _ = Emulation().forward(problem, x.q, x.k, x.v, None, out, False)
-    assert out.tobytes() == expected.tobytes()
-    assert returned.tobytes() == expected.tobytes()
+    assert returned.tobytes() == out.tobytes()
+    if (dtype, view) == ("bfloat16", "unaligned"):  # made by another kernel, see Launch.unaligned
+        check(case, x, {"out": out}, reference_results(case, x), names=["out"])
+    else:
+        assert out.tobytes() == expected.tobytes()
     assert (whole == 7).sum() in (whole.size, whole.size - out.size), "wrote beside out"
 
 
@@ -350,7 +353,7 @@ def test_a_missing_barrier_is_noticed(file: str, index: int) -> None:
     cases = (
         *("length-129", "causal-grouped-bfloat16", "float32-state"),
         "causal-float64-state",  # alone meets at kDone
-        "bfloat16-state",  # alone takes products of rows with sums, where not causal
+        "elu1-bfloat16",  # alone takes products of rows with sums, where not causal
     )
     for name in cases:
         x = make_inputs(BY_NAME[name])

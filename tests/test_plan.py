@@ -11,7 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import CASES, DTYPES
-from plans import assert_explains, assert_fits, assert_runnable, case_plans, plans, record, span
+from plans import (
+    all_launches,
+    array,
+    assert_explains,
+    assert_fits,
+    assert_runnable,
+    case_plans,
+    plans,
+    record,
+    span,
+    sums,
+)
 from specialisations import (
     ARITHMETICS,
     DEVICES,
@@ -25,8 +36,9 @@ from specialisations import (
 
 from la_cupy import dtypes
 from la_cupy.device import DeviceInfo
-from la_cupy.kernels import WGMMA, NoKernelError, StateSpec, SweepSpec, padded
+from la_cupy.kernels import STREAM, WGMMA, NoKernelError, StateSpec, SweepSpec, WalkSpec, padded
 from la_cupy.plan import Plan
+from la_cupy.results import State
 
 on_every_device = pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
 
@@ -63,9 +75,11 @@ def test_every_width_has_a_kernel(arith: str, kernel: tuple[str, bool], device: 
 @on_every_device
 @pytest.mark.parametrize("feature_map", ["elu1", "relu", "silu", "exp"])
 def test_feature_map_changes_the_name_only(feature_map: str, device: DeviceInfo) -> None:
-    for kernel, arith in product(KERNELS, ARITHMETICS):
-        spec = matrix_spec(kernel, arith, feature_map, 64, 64, device)
-        plain = matrix_spec(kernel, arith, "identity", 64, 64, device)
+    """But that `stream` has none with exponentials."""
+    for kernel, arith, mapped in product(KERNELS, ARITHMETICS, (False, True)):
+        spec = matrix_spec(kernel, arith, feature_map, 64, 64, device, mapped=mapped)
+        mapped = mapped and feature_map == "relu"
+        plain = matrix_spec(kernel, arith, "identity", 64, 64, device, mapped=mapped)
         assert spec.name == plain.name.replace("Identity", feature_map.capitalize())
 
 
@@ -156,7 +170,8 @@ def test_a_new_length_compiles_nothing(dtype: str, causal: bool) -> None:
 
 
 def walks(plan: Plan) -> dict[str, Any]:
-    return {x.spec.role: record(x) for x in plan.launches if isinstance(x.spec, SweepSpec)}
+    made = (x for x in plan.launches if isinstance(x.spec, WalkSpec) and not sums(x.spec))
+    return {x.spec.role: record(x) for x in made}
 
 
 @on_every_device
@@ -180,28 +195,44 @@ def test_segments_where_heads_are_few(device: DeviceInfo) -> None:
 def test_pieces_are_the_segments(lead: tuple[int, ...], n: int, m: int) -> None:
     """A causal walk begins each segment with the sum of the pieces before it: they must be cut alike."""
     for device, plan in ((d, p) for d in DEVICES for p in plans(d, lead, n, m, 32, causal=True)):
-        sums: dict[bool, tuple[int, int, int]] = {}
-        for launch in plan.launches:
+        found: dict[bool, tuple[int, int, int]] = {}
+        for launch in all_launches(plan):
             spec, p = launch.spec, record(launch)
-            if isinstance(spec, StateSpec):
+            if sums(spec):
                 length = int(p["chunks_per_segment"]) * spec.chunk
-                sums[spec.reversed] = (int(p["origin"]), length, int(p["segments"]))
-            if isinstance(spec, SweepSpec) and p["pieces"]:
-                origin, length, count = sums[spec.role in ("GradK", "GradV")]
+                found[getattr(spec, "reversed", False)] = (
+                    int(p["origin"]),
+                    length,
+                    int(p["segments"]),
+                )
+            if isinstance(spec, WalkSpec) and p["pieces"]:
+                origin, length, count = found[spec.role in ("GradK", "GradV")]
                 assert int(p["chunks_per_segment"]) * spec.chunk == length * int(p["pieces"])
                 assert (int(p["origin"]) - origin) % length == 0
                 assert count >= int(p["segments"]) - 1, f"{spec.role} on {device}: {plan}"
 
 
+@on_every_device
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_walk_does_not_begin_with_a_result(dtype: str, device: DeviceInfo) -> None:
+    """Nor where there is one segment, whose sum is that of everything; see assert_runnable."""
+    parts = ((2, 32, 16), (2, 32), (2, 16), (2,))
+    state = State(*(array(*shape, dtype="float32") for shape in parts))
+    for n, m in ((40, 40), (40, 90), (90, 40), (3000, 3000)):
+        for plan in plans(
+            device, (2,), n, m, 32, 16, causal=True, dtype=dtype, initial_state=state
+        ):
+            assert_runnable(plan)
+
+
 @pytest.mark.parametrize("n,m", [(1, 1), (100, 70), (70, 100), (1000, 5000), (7, 129)])
 def test_sums_over_everything_are_whole(n: int, m: int) -> None:
     for plan in plans(H200, (2,), n, m, 32, causal=False):
-        for launch in plan.launches:
-            if isinstance(spec := launch.spec, StateSpec):
-                p, rows = record(launch), n if spec.reversed else m
-                spans = [
-                    span(plan, p, spec.chunk, spec.reversed, i) for i in range(int(p["segments"]))
-                ]
+        for launch in all_launches(plan):
+            if sums(spec := launch.spec):
+                queries = getattr(spec, "reversed", False)
+                p, rows = record(launch), n if queries else m
+                spans = [span(plan, p, spec.chunk, queries, i) for i in range(int(p["segments"]))]
                 assert (spans[0][0], spans[-1][1]) == (0, rows)
 
 
@@ -278,13 +309,16 @@ def test_wgmma_where_there_is_some(device: DeviceInfo, causal: bool) -> None:
         made = plans(device, (3, heads), 300, None, width, causal=causal, kv_lead=(3, 1))
         specs = [x.spec for plan in made for x in plan.launches]
         reasons = "\n".join(reason for plan in made for reason in plan.reasons)
-        return {x.role: x.arith for x in specs if isinstance(x, SweepSpec)}, reasons
+        found = {x.role: x.arith for x in specs if isinstance(x, WalkSpec) and not sums(x)}
+        return found, reasons
 
     best = WGMMA if device.arch == 90 else "Bf16"
-    arithmetic, reasons = walks_of(100, 1)
+    forward = STREAM if device.arch == 90 else "Bf16"
+    arithmetic, reasons = walks_of(104, 1)
+    assert arithmetic.pop("Forward") == forward
     assert set(arithmetic.values()) == {best} and "share k and v" not in reasons
-    arithmetic, reasons = walks_of(100, 2)
-    assert arithmetic["Forward"] == arithmetic["GradQ"] == best
+    arithmetic, reasons = walks_of(104, 2)
+    assert (arithmetic["Forward"], arithmetic["GradQ"]) == (forward, best)
     assert arithmetic["GradK"] == arithmetic["GradV"] == ("Bf16" if causal else best)
     assert ("share k and v" in reasons) == (causal and device.arch == 90)
     assert set(walks_of(129, 1)[0].values()) == {"Bf16"}

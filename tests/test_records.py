@@ -11,14 +11,17 @@ from emulation import runner
 from plans import array, assert_runnable
 from specialisations import A100, ARITHMETICS, B200, H200, KERNELS, L40, specialisations
 
-from la_cupy.kernels import RelevelSpec, ScanSpec, SweepSpec
+from la_cupy.kernels import RelevelSpec, ScanSpec, StreamSpec, SweepSpec
 from la_cupy.params import (
+    MAP_BYTES,
+    MAPS,
     MAX_RANK,
     PARAMS,
     RELEVEL_PARAMS,
     RELEVEL_ROWS,
     SCAN_PARAMS,
     SCAN_WIDTH,
+    STREAM_PARAMS,
 )
 from la_cupy.plan import forward_plan
 from la_cupy.problem import forward_problem
@@ -101,7 +104,7 @@ def test_more_axes_than_kernels_take() -> None:
 def test_shared_memory_and_threads_as_the_kernels_have_them(arith: str) -> None:
     specs = {
         spec.name: spec
-        for device in (A100, L40, B200)
+        for device in (A100, L40, H200, B200)
         for spec in specialisations(device, (arith,), KERNELS, ("identity",))
     }
     assert specs
@@ -113,7 +116,9 @@ def test_shared_memory_and_threads_as_the_kernels_have_them(arith: str) -> None:
         if isinstance(spec, SweepSpec):
             lines.append(f"static_assert({config}::kMinBlocks == {spec.resident});")
             lines.append(f"static_assert({config}::kLoaders == {spec.loaders});")
-    runner.build(["la::scan<float>"], ["scan.cu", "sweep.cu", "accumulate.cu"], lines)
+        if isinstance(spec, StreamSpec):
+            lines.append(f"static_assert({config}::kSlots == {spec.slots});")
+    runner.build(["la::scan<float>"], ["scan.cu", "sweep.cu", "stream.cu", "accumulate.cu"], lines)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -129,4 +134,10 @@ def test_records_as_the_kernels_have_them() -> None:
         lines.append(f"static_assert(sizeof(la::{name}) == {kind.itemsize});")
         for field, (_, offset, *_) in (kind.fields or {}).items():
             lines.append(f"static_assert(offsetof(la::{name}, {field}) == {offset});")
+    fields = STREAM_PARAMS.fields or {}
+    lines.append(f"static_assert(sizeof(la::StreamParams) == {STREAM_PARAMS.itemsize});")
+    places = {"axes": fields["axes"][1], "p": fields["p"][1]}
+    places |= {name: i * MAP_BYTES for i, name in enumerate(MAPS)}
+    for field, offset in places.items():
+        lines.append(f"static_assert(offsetof(la::StreamParams, {field}) == {offset});")
     runner.build(["la::scan<float>"], ["scan.cu", "relevel.cu", "sweep.cu"], lines)

@@ -56,6 +56,13 @@ struct Params {
   float a_float, b_float;     // the same: to convert them takes the double-precision unit, which is slow
 };
 
+// What `stream` is told besides: maps of its arrays (ptx/tma.cuh) with the arrays' leading axes, -1 for none.
+struct StreamParams {
+  TensorMap q, k, v, dst;
+  i32 axes[4][4];
+  Params p;
+};
+
 template <class Acc>
 LA_DEVICE Acc scalar_a(const Params& p) {
   if constexpr (sizeof(Acc) == 8) return p.a;

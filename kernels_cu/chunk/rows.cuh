@@ -168,6 +168,20 @@ struct Rows {
     }
   }
 
+  // What this thread copied into a tile, back into its registers.
+  template <class Tile>
+  LA_DEVICE void take(const Tile& tile) {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) take(tile, pass, i);
+    }
+  }
+  template <class Tile>
+  LA_DEVICE void take(const Tile& tile, int pass, int i) {
+    raw[pass][i] = *reinterpret_cast<const Word4*>(tile.packet(row(pass), packet(i)));
+  }
+
   // The same way back, from a tile of this width.
   template <class Tile>
   static LA_DEVICE void copy_out(const Tensor& t, u64 head, Span span, int column, int width, const Tile& tile) {
@@ -264,6 +278,49 @@ struct Rows {
     return norms;
   }
 
+  // Those of the packets that this thread has put into a tile, which are taken from there. Rows that must be scaled first are scaled
+  // in their place.
+  template <class Tile>
+  LA_DEVICE Norms take_norms(const Params& p, const Tile& tile) {
+    Norms norms;
+    take(tile);
+#pragma unroll
+    for (Acc& x : norms.factor) x = 1;
+    if (!p.unit_norm) return norms;
+    Acc sum[kPasses];
+    squares(sum);
+    bool plain = true;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      plain = plain && in_range(sum[pass]);
+      norms.factor[pass] = norms.inverse[pass] = ptx::reciprocal_sqrt(sum[pass]);
+    }
+    if (!warp_any(!plain)) return norms;
+    Acc prescale[kPasses];
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) prescale[pass] = scale_for(sum[pass]);
+#pragma unroll 1
+    for (int i = 0; i < kPerLane; ++i) {
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        Word4& at = *reinterpret_cast<Word4*>(tile.packet(row(pass), packet(i)));
+        Acc x[kPacket];
+        decode_packet(at, Arith::kDType, x);
+#pragma unroll
+        for (Acc& one : x) one *= prescale[pass];
+        at = Arith::encode(x);
+      }
+    }
+    take(tile);
+    squares(sum);
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      norms.factor[pass] = inverse_root(sum[pass]);
+      norms.inverse[pass] = norms.factor[pass] * prescale[pass];
+    }
+    return norms;
+  }
+
   // With quads, for all rows at once, before they are taken out of their registers, so that these are the only ones they need.
   LA_DEVICE void find(Norms& norms) {
     Acc sum[kPasses];
@@ -296,8 +353,29 @@ struct Rows {
     }
   }
 
-  // As they stand, raw rows are both factors of a product whose diagonal is their sums of squares: a row or two a lane.
+  // As they stand, raw rows are both factors of a product whose diagonal is their sums of squares: a row or two a lane. But where
+  // wgmma keeps the tensor cores busy, a product would wait for it.
   LA_DEVICE void squares(Acc (&sum)[kPasses]) const {
+    if constexpr (Arith::kStreams) {
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        Acc part[2] = {};
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+          Acc x[kPacket];
+          decode_packet(raw[pass][i], Arith::kDType, x);
+#pragma unroll
+          for (int j = 0; j < kPacket; ++j) part[j % 2] = ptx::fma(x[j], x[j], part[j % 2]);
+        }
+        sum[pass] = part[0] + part[1];
+      }
+#pragma unroll
+      for (int mask = 1; mask < kLanes; mask *= 2) {
+#pragma unroll
+        for (Acc& one : sum) one += shuffle_xor(one, mask);
+      }
+      return;
+    }
     static_assert(kQuads && kPasses <= 2, "lanes must stand as in an operand of 16 rows");
     Acc c[kPasses][4] = {};
 #pragma unroll

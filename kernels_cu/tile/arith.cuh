@@ -89,7 +89,12 @@ struct Bf16 {
 // The same on sm_90a, where four warps form a product with wgmma; see chunk/warpgroup.cuh.
 struct Bf16Wgmma : Bf16 {
   template <int Width, int Rows> using Tile = PanelTile<bf16, Width, Rows>;
-  static constexpr bool kWarpgroups = true;
+  static constexpr bool kWarpgroups = true, kStreams = false;
+};
+
+// The same where chunks stream through warps with roles of their own; see stream.cu.
+struct Bf16Stream : Bf16Wgmma {
+  static constexpr bool kStreams = true;
 };
 
 // What the policies with 32-bit elements share: where a lane's elements lie.

@@ -85,13 +85,16 @@ struct PanelTile {
     return reinterpret_cast<Elem*>(packet_near(row, column / kPacket, lane >> 2, 0)) + (lane & 3) * 2;
   }
 
-  // Operands of wgmma: 16 columns from `column`, K running along the row; or 64 columns, K running down the rows.
+  // Where the columns from `column`, a multiple of kPanel, lie.
+  LA_DEVICE unsigned char* panel(int column) const { return base + column / kPanel * (Rows * 128); }
+
+  // Operands of wgmma: 16 columns from `column`, K running along the row; or 64 columns or more, K running down the rows.
   LA_DEVICE u64 along(int row, int column) const {
     const int bytes = column / kPanel * (Rows * 128) + row * 128 + column % kPanel * static_cast<int>(sizeof(Elem));
     return wgmma_operand(base) + static_cast<u64>(bytes / 16);
   }
   LA_DEVICE u64 across(int row, int column) const {
-    return wgmma_operand(base) + static_cast<u64>((column / kPanel * (Rows * 128) + row * 128) / 16);
+    return wgmma_operand(base, Rows * 128) + static_cast<u64>((column / kPanel * (Rows * 128) + row * 128) / 16);
   }
 };
 

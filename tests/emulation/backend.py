@@ -14,11 +14,12 @@ from emulation import runner
 from la_cupy import dtypes
 from la_cupy.device import DeviceInfo
 from la_cupy.layouts import state_part_fits
-from la_cupy.params import STATE_FIELDS
+from la_cupy.params import MAP_BYTES, STATE_FIELDS
 from la_cupy.plan import Plan, backward_plan, forward_plan
 from la_cupy.problem import Layout, Problem
-from la_cupy.records import fill
+from la_cupy.records import fill, suited
 from la_cupy.results import Gradients, State
+from la_cupy.tensor_maps import ALIGNMENT, BOX, TensorMap
 
 H200 = DeviceInfo("NVIDIA H200", 90, 132, 232448, 233472)
 SMALL_SHARED = DeviceInfo("99 KiB", 120, 82, 101376, 102400)
@@ -102,14 +103,15 @@ class Backend:
             array = np.empty(buffer.shape, dtypes.numpy_dtype(buffer.dtype))
             array.view(np.uint8).fill(0xFF) if array.size and array.ndim else array.fill(np.nan)
             buffers[name] = array
-        names = list(dict.fromkeys(launch.spec.name for launch in plan.launches))
-        sources = list(dict.fromkeys(launch.spec.source for launch in plan.launches))
+        addresses = {name: _address(x) for name, x in buffers.items() if x is not None}
+        launches = [suited(launch, addresses) for launch in plan.launches]
+        names = list(dict.fromkeys(launch.spec.name for launch in launches))
+        sources = list(dict.fromkeys(launch.spec.source for launch in launches))
         if not names:
             return self.reduce(plan, buffers)
         library = runner.build(names, includes=sources, replace=self.replace)
-        addresses = {name: _address(x) for name, x in buffers.items() if x is not None}
-        for launch in plan.launches:
-            record = fill(launch.record, launch.pointers, launch.aligned, addresses)
+        for launch in launches:
+            record = fill(launch, addresses, emulated_map)
             spec = launch.spec
             library.launch(
                 spec.name,
@@ -131,6 +133,31 @@ class Backend:
             )
             wide = x.astype(np.float64 if x.dtype == np.float64 else np.float32).sum(axis=axes)
             buffers[r.result] = wide.astype(dtypes.numpy_dtype(r.dtype)).reshape(r.shape)
+
+
+def emulated_map(tensor_map: TensorMap, address: int) -> bytes:
+    """What la_cupy.tensor_maps.encode makes, for tests/emulation/ptx/tma.cuh."""
+    assert address % ALIGNMENT == 0
+    item = dtypes.ITEMSIZE[tensor_map.dtype]
+    numbers = np.zeros(1, _MAP)
+    numbers[0]["data"], numbers[0]["strides"] = address, tensor_map.strides
+    numbers[0]["sizes"], numbers[0]["box"] = tensor_map.sizes, (*BOX, 1, 1, 1)
+    numbers[0]["item"] = item
+    return numbers.tobytes()
+
+
+_MAP = np.dtype(
+    [
+        ("data", np.uint64),
+        ("strides", np.uint64, 4),
+        ("sizes", np.uint32, 5),
+        ("box", np.uint32, 5),
+        ("item", np.uint32),
+        ("unused", np.uint64, 5),
+    ],
+    align=True,
+)
+assert _MAP.itemsize == MAP_BYTES
 
 
 def _address(array: Any) -> int:

@@ -1,0 +1,35 @@
+// stream: the walk of sweep.cu for sm_90a, where chunks stream through warps with roles of their own.
+//
+//   grid     as many blocks as there is room for, each of which has several parts one after the other; a part is one of sweep's blocks
+//   reads    A for each row; B and C for each source (causal); the state before the segment
+//   writes   the rows of out in its segment and split; den; the final state
+//
+// A courier sends for rows (stream/courier.cuh), suppliers transform them (stream/supply.cuh), score warps make weights of them
+// (stream/score.cuh), state warps keep the state and form the result (stream/state.cuh); stream/pipe.cuh says how they wait for
+// each other.
+#include "stream/courier.cuh"
+#include "stream/score.cuh"
+#include "stream/state.cuh"
+#include "stream/supply.cuh"
+
+namespace la {
+
+template <class Config>
+LA_KERNEL(Config::kThreads, 1) stream(LA_GRID_CONSTANT const StreamParams params) {
+  Pipe<Config>::begin(params);
+  if (warp_id() < Config::kFirstScore) {
+    Config::template share_registers<Config::kStateRegisters>();
+    StateWork<Config>(params).run();
+  } else if (warp_id() < Config::kFirstSupply) {
+    Config::template share_registers<Config::kScoreRegisters>();
+    if constexpr (Config::kHasRows) Score<Config>(params.p).run();
+  } else if (warp_id() < Config::kCourier) {
+    Config::template share_registers<Config::kSupplyRegisters>();
+    Supply<Config>(params.p).run();
+  } else {
+    Config::template share_registers<Config::kCourierRegisters>();
+    if (thread() == 32 * Config::kCourier) Courier<Config>{params}.run();
+  }
+}
+
+}  // namespace la

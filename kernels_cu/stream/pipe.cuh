@@ -1,0 +1,175 @@
+// The shared memory of a block of `stream`, and how its warps hand chunks to each other: each barrier stands for a thing of which
+// there are several, and is waited for in turn.
+//
+//   full     a slot has the rows of a chunk                                            courier -> suppliers
+//   ready    the same, transformed, and the sums before it                             suppliers -> scores, state
+//   free     a slot is no longer read                                                  scores, state -> courier
+//   made     weights and 1 / den of a chunk                                            scores -> state
+//   used     the same are no longer read                                               state -> scores
+#pragma once
+#include "stream/config.cuh"
+
+namespace la {
+
+// Which of `Count` things comes next, and for how many rounds.
+template <int Count>
+struct Ring {
+  i32 at = 0, round = 0;
+  LA_DEVICE void next() {
+    if (++at == Count) {
+      at = 0;
+      round ^= 1;
+    }
+  }
+};
+
+template <class Config>
+struct Pipe {
+  static constexpr int kSlots = Config::kSlots;
+  enum First { kFull = 0, kReady = kSlots, kFree = 2 * kSlots, kMade = 3 * kSlots, kUsed = kMade + 2, kEnd = kUsed + 2 };
+  static_assert(kEnd <= Config::kBarriers, "barriers must have room");
+
+  // A part, and where its head is on the leading axes of the maps.
+  enum Array { kQ, kK, kV, kDst };
+  struct Piece : Part<Config> {
+    i32 at[4][3];
+
+    LA_DEVICE void describe(const StreamParams& params, u32 index) {
+      Part<Config>::describe(params.p, index);
+      this->start_count = params.p.start.kv == 0 ? 0.f : load_number<float>(start(params.p, *this).count, 0);
+      i32 place[4][3];
+#pragma unroll
+      for (int array = 0; array < 4; ++array) {
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+          const i32 axis = params.axes[array][i];
+          place[array][i] = axis < 0 ? 0 : this->head.at[axis];
+        }
+      }
+#pragma unroll
+      for (int array = 0; array < 4; ++array) {
+#pragma unroll
+        for (int i = 0; i < 3; ++i) at[array][i] = place[array][i];
+      }
+    }
+  };
+  static_assert(sizeof(Piece) <= Config::kPieceBytes, "a part's description must have room");
+
+  // From chunk to chunk of all parts that the block has, one after the other.
+  struct Chunk {
+    u32 part = static_cast<u32>(block());
+    i32 ordinal = 0, step = 0;
+    Ring<kSlots> slot;
+    Ring<2> pair;
+    LA_DEVICE bool exists(u32 parts) const { return part < parts; }
+    LA_DEVICE bool begins() const { return step == 0; }
+    // Whether a new part begins.
+    LA_DEVICE bool next(i32 chunks) {
+      slot.next();
+      pair.next();
+      if (++step < chunks) return false;
+      step = 0;
+      part += static_cast<u32>(grid());
+      ++ordinal;
+      return true;
+    }
+  };
+
+  static LA_DEVICE u32 parts(const Params& p) {
+    u32 count = static_cast<u32>(p.segments * p.splits);
+#pragma unroll
+    for (i32 axis = 0; axis < kMaxRank; ++axis) {
+      if (axis < p.outer) count *= static_cast<u32>(p.size[axis]);
+    }
+    return count;
+  }
+
+  static LA_DEVICE unsigned char* shared() { return dynamic_shared() + unknown_zero(); }
+  static LA_DEVICE Mbarrier* barrier(i32 which) { return reinterpret_cast<Mbarrier*>(shared() + Config::kBarrier) + which; }
+
+  // How many parts ahead of the state warps parts are described: more than chunks are on their way.
+  static constexpr int kDescribed = 8;
+  static_assert(kDescribed > kSlots && Config::kPieces >= 2 * kDescribed, "a part must be described before it is needed, and as long as it is");
+
+  static LA_DEVICE void describe(const StreamParams& params, i32 ordinal) {
+    const u32 part = static_cast<u32>(block()) + static_cast<u32>(ordinal) * static_cast<u32>(grid());
+    if (part >= parts(params.p)) return;
+    piece(ordinal).describe(params, part);
+  }
+
+  static LA_DEVICE void begin(const StreamParams& params) {
+    if (thread() < kDescribed) describe(params, thread());
+    if (thread() == 0) {
+      for (int i = 0; i < kSlots; ++i) {
+        mbarrier_init(barrier(kFull + i), 1);
+        mbarrier_init(barrier(kReady + i), Config::kSupplyWarps);
+        mbarrier_init(barrier(kFree + i), Config::kStateWarps + Config::kScoreWarps);
+      }
+      for (int i = 0; i < 2; ++i) {
+        if (!Config::kHasRows) break;
+        mbarrier_init(barrier(kMade + i), Config::kScoreWarps);
+        mbarrier_init(barrier(kUsed + i), Config::kStateWarps);
+      }
+    }
+    for (int slot = 0; slot < kSlots; ++slot) {
+      if constexpr (Config::kHasRows) fill<Config::kInner>(tile_a(slot), 0);
+      if constexpr (Config::kCausal) fill<Config::kInner>(tile_b(slot), 0);
+    }
+    if constexpr (Config::kCausal) {
+      for (int i = 0; i < 2; ++i) fill<64>(weights(i), 0x3f803f80);
+    }
+    fence_async();
+    sync_block();
+  }
+
+  // The lines behind the rows of a tile.
+  template <int Width, class Tile>
+  static LA_DEVICE void fill(const Tile& tile, u32 value) {
+    for (int i = thread(); i < Width; i += Config::kThreads) {
+      *reinterpret_cast<Word4*>(tile.packet(Config::kChunk + i % 8, i / 8)) = {{value, value, value, value}};
+    }
+  }
+
+  // Once a ring is through, its barriers end their phases for another round.
+  template <int Count>
+  static LA_DEVICE void wait(First which, Ring<Count> ring) { mbarrier_wait(barrier(which + ring.at), ring.round); }
+  template <int Count>
+  static LA_DEVICE void wait_round_before(First which, Ring<Count> ring) { mbarrier_wait(barrier(which + ring.at), ring.round ^ 1); }
+  // For the warp, once all of it is here.
+  template <int Count>
+  static LA_DEVICE void arrive(First which, Ring<Count> ring) {
+    if (lane_id() == 0) mbarrier_arrive(barrier(which + ring.at));
+  }
+
+  static LA_DEVICE StatePlace start(const Params& p, const Part<Config>& part) {
+    return StatePlace::find<float>(p.start, part.head, p, part.first_slot(p));
+  }
+
+  // Where the state behind a part goes: that of the last segment of the first of the heads that share it, or of each piece.
+  static LA_DEVICE bool has_final(const Params& p, const Part<Config>& part) {
+    if (!Config::kHasRows) return true;
+    return p.final.kv != 0 && part.last_segment(p) && part.head.first(p.final.kv_lead);
+  }
+  static LA_DEVICE StatePlace final_state(const Params& p, const Part<Config>& part) {
+    return StatePlace::find<float>(p.final, part.head, p, Config::kHasRows ? 0 : part.segment);
+  }
+
+  static LA_DEVICE Piece& piece(i32 ordinal) {
+    return *reinterpret_cast<Piece*>(shared() + Config::kDescriptions + ordinal % Config::kPieces * Config::kPieceBytes);
+  }
+  static LA_DEVICE typename Config::InnerTile tile_a(i32 slot) { return {shared() + slot * Config::kSlot + Config::kA}; }
+  static LA_DEVICE typename Config::InnerTile tile_b(i32 slot) { return {shared() + slot * Config::kSlot + Config::kB}; }
+  static LA_DEVICE typename Config::ColumnTile tile_c(i32 slot) { return {shared() + slot * Config::kSlot + Config::kC}; }
+  // Shares of a chunk's sums of B's columns, a line for each warp of the suppliers.
+  static LA_DEVICE float* column_parts(i32 i) {
+    return reinterpret_cast<float*>(shared() + Config::kColumnParts) + i * Config::kSupplyWarps * Config::kInner;
+  }
+  static LA_DEVICE typename Config::WeightsTile weights(i32 i) { return {shared() + Config::kWeights + i * Config::kWeightsBytes}; }
+  static LA_DEVICE typename Config::ColumnTile stage() { return {shared() + Config::kStage}; }
+  // By which a row of the result is multiplied, and with which the sum of C so far is added to it.
+  static LA_DEVICE float* factors(i32 i, i32 which) {
+    return reinterpret_cast<float*>(shared() + Config::kFactors) + (2 * i + which) * Config::kChunk;
+  }
+};
+
+}  // namespace la

@@ -1,0 +1,222 @@
+// The state warps: a warpgroup holds 64 rows of S^T, S being the sum of B^T C over the chunks before, and forms 64 columns of the
+// result,
+//
+//   out^T = S^T A^T + C^T w^T + a / b (sum of C so far),   times b / den,   S^T += C^T B.
+#pragma once
+#include "stream/pipe.cuh"
+
+namespace la {
+
+template <class Config>
+struct StateWork {
+  using Pipe = la::Pipe<Config>;
+  using Chunk = typename Pipe::Chunk;
+  using Piece = typename Pipe::Piece;
+  using P = Products<Config>;
+  using IO = StateCells<Config, Config::Role::kKeyFeatures>;
+  static constexpr int kInner = Config::kInner;
+  static constexpr int kWide = Config::kCausal ? 36 : 32;  // with the sums of C's columns
+
+  const StreamParams& params;
+  const Params& p;
+  // Of the block at inner columns 8k and rows 8n, the lane's elements stand at 4k + 2n: row g, columns 2t, 2t + 1.
+  float s[kInner / 2];
+  float sum[2];  // of C's column P::column(c), before the chunk
+
+  LA_DEVICE explicit StateWork(const StreamParams& s) : params(s), p(s.p) {}
+
+  LA_DEVICE void run() {
+    const u32 parts = Pipe::parts(p);
+    Chunk now;
+#pragma unroll 1
+    while (now.exists(parts)) {
+      Pipe::wait(Pipe::kReady, now.slot);
+      const Piece& piece = Pipe::piece(now.ordinal);
+      const i32 chunks = piece.chunks;
+      if (thread() == 0 && now.ordinal > 0) Pipe::describe(params, now.ordinal + Pipe::kDescribed - 1);
+      begin(piece);
+#pragma unroll 1
+      for (bool more = true; more; more = !now.next(chunks)) {
+        if constexpr (Config::kHasRows) turn(piece, now);
+        else add(now);
+      }
+      finish(piece);
+    }
+    if (Config::kHasRows && leads()) tma_wait_read();  // shared memory is there until then
+  }
+
+  static LA_DEVICE int group_column() { return warp_id() / 4 * 64; }
+
+  LA_DEVICE void turn(const Piece& piece, const Chunk& now) {
+    const i32 slot = now.slot.at, pair = now.pair.at;
+    const auto a = Pipe::tile_a(slot);
+    const auto c = Pipe::tile_c(slot);
+    u32 operand[kInner / 16][4];
+#pragma unroll
+    for (int k = 0; k < kInner / 16; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) operand[k][i] = pack_bf16(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+    }
+    const float before[2] = {sum[0], sum[1]};
+    Pipe::wait(Pipe::kReady, now.slot);
+    float result[kWide];
+    wgmma_pin(s);
+    wgmma_pin(result);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kInner / 16; ++k) wgmma<kAlongK>(result, operand[k], a.along(0, k * 16), k > 0);
+    Pipe::wait(Pipe::kMade, now.pair);
+    if constexpr (Config::kCausal) {
+      const auto w = Pipe::weights(pair);
+#pragma unroll
+      for (int k = 0; k < Config::kChunk; k += 16) wgmma<kAcross, kAlongK>(result, c.across(k, group_column()), w.along(0, k), 1);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_pin(result);
+    if constexpr (Config::kCausal) {
+      sum[0] += result[32];
+      sum[1] += result[34];
+      const auto b = Pipe::tile_b(slot);
+      wgmma_pin(s);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < Config::kChunk; k += 16) wgmma<kAcross, kAcross>(s, c.across(k, group_column()), b.across(k, 0), 1);
+      wgmma_commit();
+    }
+    if (leads()) tma_wait_read();  // of the rows before
+    sync();
+    stage(result, before, pair);
+    sync_warp();
+    Pipe::arrive(Pipe::kUsed, now.pair);
+    fence_async();
+    sync();
+    copy_out(piece, piece.rows_at(now.step));
+    if constexpr (Config::kCausal) {
+      wgmma_wait<0>();
+      wgmma_pin(s);
+    }
+    Pipe::arrive(Pipe::kFree, now.slot);
+  }
+
+  // S^T += C^T B, and the sums of C's columns, where there are no rows.
+  LA_DEVICE void add(const Chunk& now) {
+    const auto c = Pipe::tile_c(now.slot.at);
+    const auto b = Pipe::tile_b(now.slot.at);
+    const auto ones = Pipe::weights(0);
+    Pipe::wait(Pipe::kReady, now.slot);
+    float sums[4];
+    wgmma_pin(s);
+    wgmma_pin(sums);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Config::kChunk; k += 16) {
+      wgmma<kAcross, kAcross>(s, c.across(k, group_column()), b.across(k, 0), 1);
+      wgmma<kAcross, kAlongK>(sums, c.across(k, group_column()), ones.along(Config::kChunk, k), k > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_pin(s);
+    wgmma_pin(sums);
+    sum[0] += sums[0];
+    sum[1] += sums[2];
+    Pipe::arrive(Pipe::kFree, now.slot);
+  }
+
+  // A warpgroup's columns of the staged rows are a panel of the tile.
+  LA_DEVICE void copy_out(const Piece& piece, Span span) const {
+    if (piece.places.dst == 0 || span.begin == span.end) return;
+    const i32 column = piece.column0 + group_column();
+    // Rows before an array's first are loaded as zeros, but to store them is an illegal instruction.
+    if (params.axes[Pipe::kDst][3] == 0 || span.begin > 0) return copy_rows(piece, span);
+    if (!leads()) return;
+    const i32 (&at)[3] = piece.at[Pipe::kDst];
+    tma_store(&params.dst, Pipe::stage().panel(group_column()), {column, static_cast<i32>(span.first), at[0], at[1], at[2]});
+    tma_commit();
+  }
+  static LA_DEVICE bool leads() { return warp_id() % 4 == 0 && lane_id() == 0; }
+  static LA_DEVICE void sync() { sync_named(2 + warp_id() / 4, 128); }
+
+  // Into an array that has no map.
+  LA_DEVICE void copy_rows(const Piece& piece, Span span) const {
+    const int left = p.e - piece.column0;
+    const i64 step = p.dst.row * 2;
+#pragma unroll 1
+    for (int i = thread() % 128; i < Config::kChunk * 8; i += 128) {
+      const int row = i / 8, packet = group_column() / 8 + i % 8;
+      if (!span.holds(row)) continue;
+      char* to = reinterpret_cast<char*>(piece.places.dst) + (span.first + row) * step + (piece.column0 + packet * 8) * 2;
+      store_packet<typename Config::Arith, 8>(p.dst, to, left - packet * 8, Pipe::stage().packet(row, packet));
+    }
+  }
+
+  static LA_DEVICE void stage(const float (&result)[kWide], const float (&before)[2], i32 pair) {
+    const auto tile = Pipe::stage();
+    constexpr int kAtOnce = Config::kChunk / 32;  // of 16 rows: all that is read of shared memory comes before what is written
+    struct alignas(8) Pair { float x[2]; };
+#pragma unroll
+    for (int m0 = 0; m0 < Config::kChunk / 16; m0 += kAtOnce) {
+      Pair factor[kAtOnce][2], of_sum[kAtOnce][2];
+#pragma unroll
+      for (int m = 0; m < kAtOnce; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = (m0 + m) * 16 + half * 8 + lane_column();
+          factor[m][half] = *reinterpret_cast<const Pair*>(Pipe::factors(pair, 0) + row);
+          of_sum[m][half] = *reinterpret_cast<const Pair*>(Pipe::factors(pair, 1) + row);
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kAtOnce; ++m) {
+        u32 r[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const Pair f = factor[m][i / 2], g = of_sum[m][i / 2];
+          const float* x = result + (m0 + m) * 8 + i * 2;
+          r[i] = pack_bf16(ptx::fma(x[0], f.x[0], before[i % 2] * g.x[0]), ptx::fma(x[1], f.x[1], before[i % 2] * g.x[1]));
+        }
+        stmatrix_x4_trans(P::near_block(tile, m0 + m), r);
+      }
+    }
+  }
+
+  LA_DEVICE void begin(const Piece& piece) {
+    typename P::State cells;
+    IO::clear(cells);
+    sum[0] = sum[1] = 0;
+    if (p.start.kv != 0) {
+      const StatePlace at = Pipe::start(p, piece);
+      IO::read(cells, p, at.kv, piece.column0);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int column = piece.column0 + P::column(c);
+        if (column < p.e) sum[c] = load_number<float>(at.v_sum, column);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kInner / 8; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[4 * k + i] = cells[i / 2][k].x[i % 2];
+    }
+  }
+
+  LA_DEVICE void finish(const Piece& piece) {
+    if (!Config::kCausal || !Pipe::has_final(p, piece)) return;
+    const StatePlace at = Pipe::final_state(p, piece);
+    typename P::State cells;
+#pragma unroll
+    for (int k = 0; k < kInner / 8; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) cells[i / 2][k].x[i % 2] = s[4 * k + i];
+    }
+    IO::write(cells, p, at.kv, piece.column0);
+    if ((lane_id() & 3) != 0) return;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int column = piece.column0 + P::column(c);
+      if (column < p.e) store_number(at.v_sum, column, sum[c]);
+    }
+  }
+};
+
+}  // namespace la

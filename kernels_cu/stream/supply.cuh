@@ -1,0 +1,158 @@
+// The suppliers: they put rows, where they lie, through norm and feature map, and sum the columns of B.
+#pragma once
+#include "stream/pipe.cuh"
+
+namespace la {
+
+template <class Config>
+struct Supply {
+  using Feature = typename Config::Feature;
+  using Pipe = la::Pipe<Config>;
+  using Chunk = typename Pipe::Chunk;
+  using Piece = typename Pipe::Piece;
+  static constexpr int kFirst = 32 * Config::kFirstSupply;
+  using InnerRows = Rows<typename Config::Arith, Config::kInner, Config::kChunk, Config::kSupplyThreads, kFirst>;
+
+  const Params& p;
+  u32 parts;
+  float sum;  // of column id() of B before the chunk
+
+  LA_DEVICE explicit Supply(const Params& params) : p(params), parts(Pipe::parts(params)), sum(0) {}
+
+  static LA_DEVICE i32 id() { return thread() - kFirst; }
+  static LA_DEVICE int warp() { return warp_id() - Config::kFirstSupply; }
+  static LA_DEVICE void sync() { sync_named(1, Config::kSupplyThreads); }
+
+  LA_DEVICE void run() {
+    Chunk now;
+#pragma unroll 1
+    while (now.exists(parts)) {
+      Pipe::wait(Pipe::kFull, now.slot);
+      const Piece& piece = Pipe::piece(now.ordinal);
+      put(now, piece);
+      now.next(piece.chunks);
+    }
+  }
+
+  LA_DEVICE void put(const Chunk& now, const Piece& piece) {
+    const i32 slot = now.slot.at;
+    if (now.begins()) begin(piece);
+    if constexpr (Config::kHasRows) put_lines(Config::kCausal ? Pipe::tile_b(slot) : Pipe::tile_a(slot));
+    Sums sums;
+    if constexpr (Config::kHasRows && !Config::kPlainRows) transform<false>(Pipe::tile_a(slot), sums);
+    if constexpr (Config::kCausal) transform<true>(Pipe::tile_b(slot), sums);
+    if (Config::kHasRows && p.b_float == 0.f) {
+      sync();
+      clear(Pipe::tile_a(slot));
+    }
+    fence_async();
+    sync_warp();
+    Pipe::arrive(Pipe::kReady, now.slot);
+    if constexpr (Config::kCausal) {
+      add_sums(sums, Pipe::column_parts(now.pair.at));
+      if (now.step + 1 == piece.chunks) finish(piece);
+    }
+  }
+
+  // The sum before the first chunk.
+  LA_DEVICE void begin(const Piece& piece) {
+    sum = p.start.kv != 0 && id() < p.d ? load_number<float>(Pipe::start(p, piece).k_sum, id()) : 0.f;
+  }
+
+  // The sums behind the last chunk.
+  LA_DEVICE void finish(const Piece& piece) const {
+    if (!Pipe::has_final(p, piece) || piece.split != 0) return;
+    const StatePlace at = Pipe::final_state(p, piece);
+    if (id() < p.d) store_number(at.k_sum, id(), sum);
+    if (id() == 0) store_number(at.count, 0, piece.count_before(piece.chunks));
+  }
+
+  // See StreamConfig::kRows.
+  template <class Tile>
+  LA_DEVICE void put_lines(const Tile& tile) const {
+    if (id() >= Config::kInner) return;
+    float rest = sum;
+#pragma unroll
+    for (int line = 0; line < 3; ++line) {
+      const u16 bits = to_bf16(rest);
+      reinterpret_cast<bf16*>(tile.packet(Config::kChunk + line, id() / 8))[id() % 8].bits = bits;
+      rest -= bf16_low(bits);
+    }
+  }
+
+  // phi(x / |x|), of the rows of a tile in their place; with `Sum`, the lane's share of the sums of columns.
+  //
+  // Of a row's packets, a lane has its number i at i ^ 1 in every second row (Rows::packet): so sums over rows begin with an exchange
+  // of packets that lie side by side, and these are transformed together. They are taken twice: to keep all of them there are too
+  // few registers.
+  static constexpr int kPerLane = InnerRows::kPerLane, kHalf = kPerLane / 2;
+  struct Sums { float x[kHalf][8]; };
+
+  template <bool Sum, class Tile>
+  LA_DEVICE void transform(const Tile& tile, Sums& half) const {
+    static_assert(Feature::kAtZero == 0, "zeros outside the array must stay zeros");
+    InnerRows rows;
+    typename InnerRows::Norms norms = rows.take_norms(p, tile);
+#pragma unroll
+    for (int pair = 0; pair < kHalf; ++pair) {
+      sync_warp();
+#pragma unroll
+      for (int i = 2 * pair; i < 2 * pair + 2; ++i) {
+#pragma unroll
+        for (int pass = 0; pass < InnerRows::kPasses; ++pass) rows.take(tile, pass, i);
+      }
+      float sums[2][8] = {};
+#pragma unroll
+      for (int i = 2 * pair; i < 2 * pair + 2; ++i) {
+#pragma unroll
+        for (int pass = 0; pass < InnerRows::kPasses; ++pass) {
+          typename InnerRows::Batch v = rows.values(pass * kPerLane + i, kBFloat16);
+          InnerRows::normalise(p, v, norms);
+          InnerRows::each(v, [](float& x, int, int) { x = Feature::value(x); });
+          InnerRows::store(tile, v);
+#pragma unroll
+          for (int j = 0; j < 8; ++j) sums[i % 2][j] += v.row[0].x[0][j];
+        }
+      }
+      if constexpr (Sum) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) half.x[pair][j] = sums[0][j] + shuffle_xor(sums[1][j], 4);
+      }
+    }
+  }
+
+  // Over rows that stand 8 and 16 lanes apart, each exchange halving the columns that a lane sums; then over warps.
+  LA_DEVICE void add_sums(const Sums& sums, float* parts_of_sum) {
+    constexpr int kLeft = kHalf * 8 / 4;
+    const bool second = lane_id() & 8, third = lane_id() & 16;
+    float half[2 * kLeft];
+    struct alignas(4 * kLeft) Vector { float x[kLeft]; } quarter;
+#pragma unroll
+    for (int j = 0; j < 2 * kLeft; ++j) {
+      const float low = sums.x[0][j], high = sums.x[kHalf - 1][kHalf == 1 ? 2 * kLeft + j : j];
+      half[j] = (second ? high : low) + shuffle_xor(second ? low : high, 8);
+    }
+#pragma unroll
+    for (int j = 0; j < kLeft; ++j) {
+      const float low = half[j], high = half[kLeft + j];
+      quarter.x[j] = (third ? high : low) + shuffle_xor(third ? low : high, 16);
+    }
+    constexpr int kStep = kHalf == 2 ? 64 : 4;  // between the halves: packets 0 and 2 of a lane, or columns of one
+    float* to = parts_of_sum + warp() * Config::kInner + InnerRows::packet(0) * 8 + (second ? kStep : 0) + (third ? kLeft : 0);
+    *reinterpret_cast<Vector*>(to) = quarter;
+    sync();
+    if (id() >= Config::kInner) return;
+#pragma unroll
+    for (int w = 0; w < Config::kSupplyWarps; ++w) sum += parts_of_sum[w * Config::kInner + id()];
+  }
+
+  template <class Tile>
+  static LA_DEVICE void clear(const Tile& tile) {
+#pragma unroll 1
+    for (int i = id(); i < Config::kChunk * Config::kInner / 8; i += Config::kSupplyThreads) {
+      *reinterpret_cast<Word4*>(tile.packet(i % Config::kChunk, i / Config::kChunk)) = {};
+    }
+  }
+};
+
+}  // namespace la
