@@ -16,7 +16,7 @@ namespace la {
 
 template <class Config>
 LA_KERNEL(Config::kThreads, 1) stream(LA_GRID_CONSTANT const StreamParams params) {
-  Pipe<Config>::begin(params);
+  Pipe<Config>::begin();
   if (warp_id() < Config::kFirstScore) {
     Config::template share_registers<Config::kStateRegisters>();
     StateWork<Config>(params).run();

@@ -176,24 +176,75 @@ class StreamSpec(KernelSpec):
     @property
     def _behind(self) -> int:
         """Bytes of shared memory behind the slots."""
-        weights = self.causal * 72 * 128
-        stage = self.has_rows * self._tile(self.columns)
-        return 2 * weights + stage + 4 * (256 + self.causal * 8 * self.inner) + 16 * 208 + 256
+        gradient, workers = self.role == "GradQ", self.workers
+        weights = self.causal * (2 * 72 * 128 + gradient * 64 * 128)
+        stage = (self.has_rows and not gradient) * self._tile(self.columns)
+        numbers = (8 if gradient else 4) * 64 + self.causal * 8 * self.inner
+        numbers += gradient * (7 * self.inner + (workers + 4) * 64 + 8)
+        return weights + stage + 4 * numbers + 16 * 224 + 8 * 40
+
+    @property
+    def _rows(self) -> int:
+        """Bytes of a chunk's rows."""
+        x = self.role == "GradQ" and self._tile(self.columns)
+        return self.has_rows * 72 * self.inner * self.element + x
+
+    @property
+    def _sources(self) -> int:
+        return self.causal * (72 * self.inner * self.element + self._tile(self.columns))
+
+    @property
+    def row_slots(self) -> int:
+        """Chunks whose rows are there or on their way; kRowSlots of the configuration."""
+        if self.role == "GradQ" and self.causal:
+            return min(3, (_STREAM_SHARED - self._behind) // (self._rows + self._sources))
+        return self.slots
 
     @property
     def slots(self) -> int:
-        """Chunks of which the rows are there or on their way; kSlots of the configuration."""
-        return min(6, (_STREAM_SHARED - self._behind) // self._slot)
-
-    @property
-    def _slot(self) -> int:
-        inner = 72 * self.inner * self.element
-        return self.has_rows * inner + self.causal * (inner + self._tile(self.columns))
+        """The same of sources, and of rows where they come together; kSlots of the configuration."""
+        room = _STREAM_SHARED - self._behind
+        if self.role == "GradQ" and self.causal:
+            return min(6, (room - self.row_slots * self._rows) // self._sources)
+        return min(6, room // (self._rows + self._sources))
 
     @property
     def shared_bytes(self) -> int:
         """kSharedBytes of the configuration."""
-        return self.slots * self._slot + self._behind
+        return self.slots * self._sources + self.row_slots * self._rows + self._behind
+
+
+@dataclass(frozen=True)
+class KeyValueSpec(KernelSpec):
+    """`stream_key_value`: dk and dv in one walk backwards on sm_90a."""
+
+    source = "stream_key_value.cu"
+    role = "GradKV"
+    causal = True
+    has_rows = True
+    through_features = False
+    resident = 1
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.workers + 12)
+
+    @property
+    def name(self) -> str:
+        """The kernel's C++ name."""
+        return (
+            f"la::stream_key_value<la::KeyValueConfig<la::{self.arith}, "
+            f"la::{FEATURES[self.feature]}, {self.inner}>>"
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        """kSharedBytes of the configuration."""
+        slots, rows = (2, 2) if self.inner == 128 else (4, 3)
+        tile = self._tile(self.inner)
+        numbers = 4 * 64 + slots * 64 + self.inner + (self.workers + 1) * 64 + 8
+        tiles = 2 * (slots + rows) * tile + 4 * 72 * 128 + self.inner * self.inner * 2 + tile
+        return tiles + 4 * numbers + 16 * 240 + 8 * 40
 
 
 @dataclass(frozen=True)
@@ -269,7 +320,8 @@ class RelevelSpec:
         return f"la::relevel<{'double' if self.double else 'float'}>"
 
 
-WalkSpec = SweepSpec | StreamSpec
+StreamedSpec = StreamSpec | KeyValueSpec  # whose arrays need tensor maps
+WalkSpec = SweepSpec | StreamedSpec
 Spec = WalkSpec | StateSpec | ScanSpec | RelevelSpec
 
 
@@ -376,20 +428,39 @@ def stream_spec(
     role: str, arith: str, feature: str, d: int, e: int, causal: bool, device: DeviceInfo
 ) -> StreamSpec | None:
     """The specialisation of `stream`, where there is one."""
-    if arith != "Bf16" or device.arch != 90 or max(d, e) > 128 or role not in ("Forward", KEYS):
+    if (
+        arith != "Bf16"
+        or device.arch != 90
+        or max(d, e) > 128
+        or role not in ("Forward", "GradQ", KEYS)
+    ):
         return None
     if feature in EXPONENTIAL:
         return None
+    inner, columns = (e, d) if role == "GradQ" else (d, e)
     spec = StreamSpec(
         arith=STREAM,
         feature=feature,
-        inner=padded(d, STREAM),
-        columns=padded(e, STREAM),
+        inner=padded(inner, STREAM),
+        columns=padded(columns, STREAM),
         chunk=64,
         slices=2,
         role=role,
         causal=causal,
     )
+    return spec if spec.shared_bytes <= device.shared_per_block else None
+
+
+def key_value_spec(
+    arith: str, feature: str, d: int, e: int, device: DeviceInfo
+) -> KeyValueSpec | None:
+    """The specialisation of `stream_key_value`, where there is one."""
+    width = padded(d, STREAM)
+    if arith != "Bf16" or device.arch != 90 or max(d, e) > 128 or feature != "identity":
+        return None
+    if width != padded(e, STREAM):
+        return None
+    spec = KeyValueSpec(STREAM, feature, width, width, 64, 2)
     return spec if spec.shared_bytes <= device.shared_per_block else None
 
 

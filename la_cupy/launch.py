@@ -35,20 +35,21 @@ class Ready:
         self.shared = launch.spec.shared_bytes
         self.launch, self.dtype = launch, np.dtype((np.void, len(launch.record)))
         self.device = device
-        self.unaligned: Ready | None = None
+        self._instead: tuple[Ready, ...] | None = None
 
     def __call__(self, addresses: Mapping[str, int], stream: Any) -> None:
-        if suited(self.launch, addresses) is not self.launch:
-            self._unaligned()(addresses, stream)
+        if self.launch not in suited(self.launch, addresses):
+            for ready in self.instead():
+                ready(addresses, stream)
             return
         arguments = (np.frombuffer(fill(self.launch, addresses), self.dtype),)
         self.function(self.grid, self.block, arguments, shared_mem=self.shared, stream=stream)
 
-    def _unaligned(self) -> "Ready":
-        if self.unaligned is None:
-            assert self.launch.unaligned is not None
-            self.unaligned = Ready(self.launch.unaligned, self.device)
-        return self.unaligned
+    def instead(self) -> "tuple[Ready, ...]":
+        """What runs where arrays are not aligned, loaded when it first does."""
+        if self._instead is None:
+            self._instead = tuple(Ready(launch, self.device) for launch in self.launch.instead)
+        return self._instead
 
 
 @dataclass(frozen=True)

@@ -65,15 +65,16 @@ PARAMS = np.dtype(
 )
 MAP_BYTES = 128
 """A tensor map of the driver; TensorMap in kernels_cu/ptx/tma.cuh."""
-MAPS = ("q", "k", "v", "dst")
+MAPS = ("q", "k", "v", "dout", "dst", "second")
 """The arrays of `stream` that have maps, in the order of StreamParams in params.cuh."""
-STREAM_PARAMS = np.dtype(
-    [
-        ("maps", np.dtype((np.void, MAP_BYTES)), (len(MAPS),)),
-        ("axes", np.int32, (len(MAPS), 4)),
-        ("p", PARAMS),
-        ("unused", np.dtype((np.void, -PARAMS.itemsize % 64))),  # maps are aligned to 64 bytes
-    ]
+_STREAM_FIELDS = [
+    ("maps", np.dtype((np.void, MAP_BYTES)), (len(MAPS),)),
+    ("axes", np.int32, (len(MAPS), 4)),
+    ("second", TENSOR),
+    ("p", PARAMS),
+]
+STREAM_PARAMS = np.dtype(  # maps are aligned to 64 bytes
+    [*_STREAM_FIELDS, ("unused", np.dtype((np.void, -np.dtype(_STREAM_FIELDS).itemsize % 64)))]
 )
 SCAN_PARAMS = np.dtype(
     [(name, STATE_PARTS) for name in ("slots", "start", "total")]

@@ -13,11 +13,13 @@ from .device import DeviceInfo
 from .kernels import (
     EXPONENTIAL,
     KEYS,
+    KeyValueSpec,
     StateSpec,
     StreamSpec,
     SweepSpec,
     WalkSpec,
     arithmetic,
+    key_value_spec,
     resident_blocks,
     state_spec,
     stream_spec,
@@ -125,7 +127,7 @@ class _Planner:
             reasons=tuple(self.reasons),
         )
 
-    def spec(self, role: str) -> WalkSpec:
+    def spec(self, role: str) -> SweepSpec | StreamSpec:
         p, o = self.p, self.p.options
         widths = p.d, p.e, self.causal, self.device
         if stream_spec(role, self.arith, "identity", *widths) is None:
@@ -165,6 +167,8 @@ class _Planner:
         return self.arrays.query_axes if by_query else self.arrays.state_axes
 
     def splits(self, spec: WalkSpec) -> int:
+        if isinstance(spec, KeyValueSpec):
+            return 1
         width = self.p.e if _MAKES_VALUES[spec.role] else self.p.d
         return -(-width // spec.columns)
 
@@ -295,7 +299,7 @@ class _Planner:
             return launch
         most = resident_blocks(stream, self.device)
         made = stream_launch(p, stream, axes, course(stream), tensors, rows, final, most)
-        return launch if made is None else replace(made, unaligned=launch)
+        return launch if made is None else replace(made, instead=(launch,))
 
     def state_blocks(self, spec: StateSpec | StreamSpec) -> int:
         """Blocks of a pre-pass for each piece."""
@@ -346,14 +350,14 @@ class _Planner:
 
     def walk(
         self,
-        spec: WalkSpec,
+        spec: SweepSpec | StreamSpec,
         segment: int,
         tensors: dict[str, Tensor],
         rows: dict[str, RowRef],
         start: StateRef | None,
         slots: int,
         final: StateRef | None = None,
-    ) -> None:
+    ) -> tuple[Launch, ...]:
         """The walk of one role; two launches where its sums over a row cross blocks."""
         splits = self.splits(spec)
         queries = spec.role in ("Forward", "GradQ")
@@ -368,24 +372,76 @@ class _Planner:
             name = f"dots.{spec.role}"
             self.arrays.workspace[name] = Buffer((*lead, count, splits, DOTS), self.p.state_dtype)
             rows = rows | {"dots": self.arrays.rows(name, lead, count, DOTS * splits)}
-        for phase in phases:
-            course = Course(
-                origin=origin,
-                query_shift=shift,
-                chunks=-(-length // spec.chunk),
-                each=segment // spec.chunk,
-                splits=splits,
-                pieces=slots,
-                phase=phase,
-                levelled=self.p.levelled,
-            )
-            launch = self.walk_launch(spec, segment, course, tensors, rows, states)
-            if launch.grid:
-                self.launches.append(launch)
+        course = Course(
+            origin=origin,
+            query_shift=shift,
+            chunks=-(-length // spec.chunk),
+            each=segment // spec.chunk,
+            splits=splits,
+            pieces=slots,
+            levelled=self.p.levelled,
+        )
+        made = (
+            self.walk_launch(spec, segment, replace(course, phase=phase), tensors, rows, states)
+            for phase in phases
+        )
+        return tuple(launch for launch in made if launch.grid)
+
+    def key_value_spec(self) -> KeyValueSpec | None:
+        """What makes dk and dv in one walk; None where several heads of q share k and v."""
+        p, axes = self.p, self.arrays.state_axes
+        shared = prod(axes.sizes[i] for i in axes.group) > 1
+        if not self.causal or shared or self.positions(False)[2] <= GRANULE:
+            return None
+        return key_value_spec(self.arith, p.options.feature_map, p.d, p.e, self.device)
+
+    def walk_keys(
+        self,
+        spec: KeyValueSpec,
+        segment: int,
+        tensors: dict[str, Tensor],
+        rows: dict[str, RowRef],
+        start: StateRef | None,
+        slots: int,
+        instead: tuple[Launch, ...],
+    ) -> tuple[Launch, ...]:
+        """dk and dv in one walk, or in two: `instead`."""
+        origin, shift, length = self.positions(False)
+        states = {"start": start} if start is not None else {}
+        course = Course(
+            origin=origin,
+            query_shift=shift,
+            chunks=-(-length // spec.chunk),
+            each=segment // spec.chunk,
+            splits=1,
+            pieces=slots,
+            levelled=self.p.levelled,
+        )
+        return self.streamed(spec, course, tensors, rows, states, instead)
+
+    def streamed(
+        self,
+        spec: StreamSpec | KeyValueSpec,
+        course: Course,
+        tensors: dict[str, Tensor],
+        rows: dict[str, RowRef],
+        states: dict[str, StateRef],
+        instead: tuple[Launch, ...],
+    ) -> tuple[Launch, ...]:
+        """The launch, and what runs `instead` where addresses rule it out; that alone if strides do."""
+        axes, most = self.axes(spec.role), resident_blocks(spec, self.device)
+        launch = stream_launch(self.p, spec, axes, course, tensors, rows, states, most)
+        if launch is not None:
+            return (replace(launch, instead=instead),) if launch.grid else ()
+        self.reasons.append(
+            f"{spec.role} has no tensor maps: they take up to 3 leading axes, and strides that "
+            f"are positive multiples of 16 bytes"
+        )
+        return instead
 
     def walk_launch(
         self,
-        spec: WalkSpec,
+        spec: SweepSpec | StreamSpec,
         segment: int,
         course: Course,
         tensors: dict[str, Tensor],
@@ -401,15 +457,8 @@ class _Planner:
         chunks, each = -(-length // other.chunk), segment // other.chunk
         coarse = replace(course, chunks=chunks, each=each, splits=self.splits(other))
         instead = walk_launch(self.p, other, axes, coarse, tensors, rows, states)
-        most = resident_blocks(spec, self.device)
-        launch = stream_launch(self.p, spec, axes, course, tensors, rows, states, most)
-        if launch is None:
-            self.reasons.append(
-                f"{spec.role} has no tensor maps: they take up to 3 leading axes, and strides that "
-                f"are positive multiples of 16 bytes"
-            )
-            return instead
-        return replace(launch, unaligned=instead)
+        (launch,) = self.streamed(spec, course, tensors, rows, states, (instead,)) or (instead,)
+        return launch
 
     def forward(self, out: Tensor | None, den: RowRef, final: StateRef | None) -> None:
         """den, and where they are given a place, out and the final state."""
@@ -428,7 +477,7 @@ class _Planner:
             tensors |= {"k": arrays.tensor("k"), "v": arrays.tensor("v")}
         if out is not None:
             tensors["dst"] = out
-        self.walk(spec, segment, tensors, {"den": den}, start, slots, final)
+        self.launches += self.walk(spec, segment, tensors, {"den": den}, start, slots, final)
 
 
 def forward_plan(
@@ -490,7 +539,7 @@ def _query_gradient(planner: _Planner, rows: dict[str, RowRef]) -> None:
     names = ("q", "k", "v", "dout") if planner.causal else ("q", "dout")
     tensors = {name: arrays.tensor(name) for name in names}
     tensors["dst"] = _result(planner, "q", p.lead)
-    planner.walk(spec, segment, tensors, rows, start, slots)
+    planner.launches += planner.walk(spec, segment, tensors, rows, start, slots)
 
 
 def _key_gradients(planner: _Planner, rows: dict[str, RowRef]) -> None:
@@ -501,20 +550,26 @@ def _key_gradients(planner: _Planner, rows: dict[str, RowRef]) -> None:
         given, from_caller = arrays.relevelled(given), given
         planner.relevel(from_caller, given, 1)
     total = arrays.new_state("dinitial_state") if p.initial_state else None
-    segment = planner.walk_segment(specs["k"])
+    both = planner.key_value_spec()
+    segment = planner.walk_segment(both or specs["k"])
     start, slots = given, 0
     if not planner.causal:
         start = planner.total("queries", True, rows, given, total)
     elif total is not None or segment < planner.positions(False)[2]:
         start, slots = planner.states("queries", True, segment, rows, given, total)
+    results = {name: _result(planner, name, arrays.state_lead) for name in specs}
+    walks: tuple[Launch, ...] = ()
     for name, spec in specs.items():
         own = ("v", "k") if name == "k" else ("k",)
-        tensors = {
-            x: arrays.tensor(x) for x in (("q", "k", "v", "dout") if planner.causal else own)
-        }
-        tensors["dst"] = _result(planner, name, arrays.state_lead)
+        names = ("q", "k", "v", "dout") if planner.causal else own
+        tensors = {x: arrays.tensor(x) for x in names} | {"dst": results[name]}
         needed = rows if planner.causal else {}
-        planner.walk(spec, segment, tensors, needed, start, slots)
+        walks += planner.walk(spec, segment, tensors, needed, start, slots)
+    if both is not None:
+        tensors = {x: arrays.tensor(x) for x in ("q", "k", "v", "dout")}
+        tensors |= {"dst": results["k"], "second": results["v"]}
+        walks = planner.walk_keys(both, segment, tensors, rows, start, slots, walks)
+    planner.launches += walks
     if total is not None:
         if planner.p.levelled:
             planner.relevel(total, total, -1)

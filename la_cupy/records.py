@@ -7,7 +7,16 @@ from math import prod
 import numpy as np
 
 from . import dtypes
-from .kernels import RelevelSpec, ScanSpec, Spec, StateSpec, StreamSpec, SweepSpec, WalkSpec
+from .kernels import (
+    KeyValueSpec,
+    RelevelSpec,
+    ScanSpec,
+    Spec,
+    StateSpec,
+    StreamSpec,
+    SweepSpec,
+    WalkSpec,
+)
 from .params import (
     DTYPE_CODES,
     MAP_BYTES,
@@ -85,12 +94,12 @@ class Launch:
     pointers: tuple[tuple[int, str, int], ...]  # offset in the record, buffer, bytes added
     aligned: tuple[tuple[int, str, int], ...]  # offset in the record, buffer, alignment
     maps: tuple[tuple[int, str, TensorMap], ...] = ()  # offset in the record, buffer
-    unaligned: "Launch | None" = None  # what runs instead where a map's array is not aligned
+    instead: "tuple[Launch, ...]" = ()  # what runs where a map's array is not aligned
 
     @property
     def specs(self) -> tuple[Spec, ...]:
         """The kernels that may run."""
-        return (self.spec,) if self.unaligned is None else (self.spec, self.unaligned.spec)
+        return (self.spec, *(launch.spec for launch in self.instead))
 
 
 def merge(axes: Axes, strides: list[Strides]) -> tuple[list[int], int, list[list[int]]]:
@@ -206,7 +215,7 @@ def walk_launch(
 
 def stream_launch(
     problem: Problem,
-    spec: StreamSpec,
+    spec: StreamSpec | KeyValueSpec,
     axes: Axes,
     course: Course,
     tensors: dict[str, Tensor],
@@ -237,7 +246,9 @@ def _walk(
     record = _Record(PARAMS, problem.state_dtype)
     taken = iter(merged)
     for name, tensor in tensors.items():
-        record.tensor(name, tensor, next(taken), 16 // spec.element)
+        lead = next(taken)
+        if name in PARAMS.names:  # type: ignore[operator]
+            record.tensor(name, tensor, lead, 16 // spec.element)
     for name, ref in rows.items():
         record.rows(name, ref, next(taken))
     for name, state in states.items():
@@ -267,12 +278,19 @@ def _with_maps(
 
     None if there is no map of an array that it reads.
     """
+    assert isinstance(launch.spec, StreamSpec | KeyValueSpec)
+    role = launch.spec.role
     values = np.zeros(1, STREAM_PARAMS)
     values[0]["p"] = np.frombuffer(launch.record, PARAMS)[0]
     maps = []
+    extra: tuple[tuple[int, str, int], ...] = ()
     for (name, tensor), lead in zip(tensors.items(), merged, strict=False):
         which = MAPS.index(name)
-        made = tensor_map(problem, name, tensor, lead, sizes)
+        wide = name in ("q", "k") or (name == "dst" and role in ("GradQ", "GradKV"))
+        by_key = name in ("k", "v", "second") or (name == "dst" and role == "GradKV")
+        rows = problem.m if by_key else problem.n
+        columns = problem.d if wide else problem.e
+        made = TensorMap.of(tensor.dtype, columns, rows, tensor.row, lead, sizes)
         if made is None:
             if name == "dst":
                 continue  # a caller's array for the result: it is written row by row
@@ -280,19 +298,16 @@ def _with_maps(
         found, axes = made
         values[0]["axes"][which] = [*axes, *[-1] * (3 - len(axes)), 1]
         maps.append((which * MAP_BYTES, tensor.buffer, found))
+        if name == "second":
+            part = values[0]["second"]
+            part["lead"][: len(lead)], part["row"] = lead, tensor.row
+            second = STREAM_PARAMS.fields["second"][1]  # type: ignore[index]
+            extra = ((second, tensor.buffer, 0),)
     shift = STREAM_PARAMS.fields["p"][1]  # type: ignore[index]
     pointers = tuple((at + shift, name, added) for at, name, added in launch.pointers)
     aligned = tuple((at + shift, name, size) for at, name, size in launch.aligned)
+    pointers += extra
     return Launch(launch.spec, launch.grid, values.tobytes(), pointers, aligned, tuple(maps))
-
-
-def tensor_map(
-    problem: Problem, name: str, tensor: Tensor, lead: list[int], sizes: list[int]
-) -> tuple[TensorMap, tuple[int, ...]] | None:
-    """The map of one array of `stream`, and the leading axes that it has; None if there is none."""
-    rows = problem.m if name in ("k", "v") else problem.n
-    columns = problem.d if name in ("q", "k") else problem.e
-    return TensorMap.of(tensor.dtype, columns, rows, tensor.row, lead, sizes)
 
 
 def scan_launch(
@@ -344,12 +359,11 @@ def _by_state_head(
     p["m"], p["d"], p["e"] = problem.m, problem.d, problem.e
 
 
-def suited(launch: Launch, addresses: Mapping[str, int]) -> Launch:
+def suited(launch: Launch, addresses: Mapping[str, int]) -> tuple[Launch, ...]:
     """The launch itself, or what runs instead where an array does not lie as a map of it must."""
     if any(addresses[name] % ALIGNMENT for _, name, _ in launch.maps):
-        assert launch.unaligned is not None
-        return launch.unaligned
-    return launch
+        return launch.instead
+    return (launch,)
 
 
 def fill(

@@ -38,7 +38,7 @@ def _launch(text: bytes, device: int, stream: int, addresses: list[int]) -> None
         size = int(np.prod(buffer.shape)) * np.dtype(buffer.dtype).itemsize
         if size:
             ctypes.memset(named[name], 0xFF, size)
-    launches = [suited(launch, named) for launch in plan.launches]
+    launches = [x for launch in plan.launches for x in suited(launch, named)]
     names = list(dict.fromkeys(launch.spec.name for launch in launches))
     sources = list(dict.fromkeys(launch.spec.source for launch in launches))
     library = runner.build(names, includes=sources) if names else None

@@ -16,12 +16,13 @@ from la_cupy.device import DeviceInfo
 from la_cupy.kernels import (
     KEYS,
     KernelSpec,
+    KeyValueSpec,
     NoKernelError,
     RelevelSpec,
     ScanSpec,
     Spec,
     StateSpec,
-    StreamSpec,
+    StreamedSpec,
     WalkSpec,
     resident_blocks,
 )
@@ -130,14 +131,15 @@ def case_plans(case: Case, device: DeviceInfo) -> list[Plan]:
 
 def record(launch: Launch) -> Any:
     """The parameters of a launch; those of `stream` are the walk's, which stand behind the maps."""
-    kinds = {ScanSpec: SCAN_PARAMS, RelevelSpec: RELEVEL_PARAMS, StreamSpec: STREAM_PARAMS}
-    found = np.frombuffer(launch.record, kinds.get(type(launch.spec), PARAMS))[0]
-    return found["p"] if isinstance(launch.spec, StreamSpec) else found
+    if isinstance(launch.spec, StreamedSpec):
+        return np.frombuffer(launch.record, STREAM_PARAMS)[0]["p"]
+    kinds = {ScanSpec: SCAN_PARAMS, RelevelSpec: RELEVEL_PARAMS}
+    return np.frombuffer(launch.record, kinds.get(type(launch.spec), PARAMS))[0]
 
 
 def all_launches(plan: Plan) -> list[Launch]:
     """With those that run where an array is not aligned."""
-    return [x for launch in plan.launches for x in (launch, launch.unaligned) if x is not None]
+    return [x for launch in plan.launches for x in (launch, *launch.instead)]
 
 
 def sums(spec: Spec) -> bool:
@@ -171,7 +173,7 @@ def assert_runnable(plan: Plan) -> None:
             assert launch.grid == heads * -(-(int(p["d"]) + 1) // RELEVEL_ROWS)
         else:
             parts = heads * int(p["segments"]) * int(p["splits"])
-            if isinstance(spec, StreamSpec):  # whose blocks go on from part to part
+            if isinstance(spec, StreamedSpec):  # whose blocks go on from part to part
                 parts = min(parts, resident_blocks(spec, plan.device))
                 assert_has_maps(launch)
             assert launch.grid == parts
@@ -179,7 +181,7 @@ def assert_runnable(plan: Plan) -> None:
             assert_covers_rows(plan, spec, p)
             if getattr(spec, "causal", False):
                 start = PARAMS.fields["start"][1]
-                start += STREAM_PARAMS.fields["p"][1] if isinstance(spec, StreamSpec) else 0
+                start += STREAM_PARAMS.fields["p"][1] if isinstance(spec, StreamedSpec) else 0
                 begins = {name for at, name, _ in launch.pointers if at == start}
                 assert not begins & {*plan.outputs}, (
                     f"{spec.name} begins with the sum of everything"
@@ -188,17 +190,31 @@ def assert_runnable(plan: Plan) -> None:
 
 def assert_has_maps(launch: Launch) -> None:
     """Of all that `stream` reads; and what runs without them makes the same of the same arrays."""
+    spec = launch.spec
     mapped = {name for _, name, _ in launch.maps}
     assert mapped <= {name for _, name, _ in launch.pointers}
-    read = {"k", "v"} if sums(launch.spec) else {"q", "k", "v"} if launch.spec.causal else {"q"}
-    assert mapped - {"out"} == read
-    other = launch.unaligned
-    assert other is not None and not other.maps and other.unaligned is None
-    assert other.spec.source == ("accumulate.cu" if sums(launch.spec) else "sweep.cu")
-    for choice in ("feature",) if sums(launch.spec) else ("role", "feature", "causal"):
-        assert getattr(other.spec, choice) == getattr(launch.spec, choice)
-    shift = STREAM_PARAMS.fields["p"][1]
-    assert {(at - shift, *rest) for at, *rest in launch.pointers} == {*other.pointers}
+    read = {"k", "v"} if sums(spec) or spec.causal else set()
+    read |= set() if sums(spec) else {"q"} if spec.role == "Forward" else {"q", "dout"}
+    results = {"out", *(x for name in ("dq", "dk", "dv") for x in (name, f"{name}.heads"))}
+    assert mapped - results == read
+    roles = ("GradK", "GradV") if isinstance(spec, KeyValueSpec) else (spec.role,)
+    assert len(launch.instead) == len(roles)
+    for other, role in zip(launch.instead, roles, strict=True):
+        assert not other.maps and not other.instead
+        assert other.spec.source == ("accumulate.cu" if sums(spec) else "sweep.cu")
+        assert other.spec.feature == spec.feature
+        assert sums(spec) or (other.spec.role, other.spec.causal) == (role, spec.causal)
+    shift, second = (STREAM_PARAMS.fields[name][1] for name in ("p", "second"))
+    dst = PARAMS.fields["dst"][1]
+    made = {(at - shift, *rest) for at, *rest in launch.pointers if at != second}
+    assert made == {*launch.instead[0].pointers}
+    if isinstance(spec, KeyValueSpec):
+        assert results & mapped == {name for at, name, _ in launch.pointers if at == second} | {
+            name for at, name, _ in made if at == dst
+        }, "both results have maps"
+        made = {(at, *rest) for at, *rest in made if at != dst}
+        made |= {(dst, *rest) for at, *rest in launch.pointers if at == second}
+        assert made == {*launch.instead[1].pointers}
 
 
 def assert_fits(spec: Spec, device: DeviceInfo) -> None:
@@ -206,11 +222,11 @@ def assert_fits(spec: Spec, device: DeviceInfo) -> None:
     assert spec.threads % 32 == 0 and 32 <= spec.threads <= 1024, spec.name
     if isinstance(spec, KernelSpec):
         others = getattr(spec, "loaders", 0)
-        if isinstance(spec, StreamSpec):
+        if isinstance(spec, StreamedSpec):
             others = 8 if sums(spec) else 12
         assert spec.workers >= 1 and spec.threads == 32 * (spec.workers + others), spec.name
         # Those of `stream` are shared out anew when it has begun.
-        least = 96 if isinstance(spec, StreamSpec) and not sums(spec) else 128
+        least = 96 if isinstance(spec, StreamedSpec) and not sums(spec) else 128
         assert spec.resident >= 1 and register_limit(spec) >= least, spec.name
 
 
@@ -222,6 +238,8 @@ def width_of_result(problem: Problem, spec: WalkSpec | StateSpec) -> int:
 def assert_covers_columns(problem: Problem, spec: WalkSpec | StateSpec, p: Any) -> None:
     """The splits are blocks of the result's columns; in the pre-pass, times blocks of kv's rows."""
     width, splits, row_blocks = width_of_result(problem, spec), int(p["splits"]), 1
+    if isinstance(spec, KeyValueSpec):  # both results, of one padded width
+        assert splits == 1 and spec.inner == spec.columns >= max(problem.d, problem.e), spec.name
     if isinstance(spec, StateSpec):
         assert spec.row >= problem.d, f"{spec.name}: features of D = {problem.d} need whole rows"
         assert spec.inner <= 128 and spec.row % spec.inner == 0, spec.name

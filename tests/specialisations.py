@@ -12,12 +12,14 @@ from la_cupy.kernels import (
     FEATURES,
     KEYS,
     ROLES,
+    STREAM,
     NoKernelError,
     RelevelSpec,
     ScanSpec,
     Spec,
     StateSpec,
     WalkSpec,
+    key_value_spec,
     state_spec,
     stream_spec,
     sweep_spec,
@@ -55,6 +57,8 @@ def matrix_spec(
     role, causal = kernel
     if role in ROLES:
         stream = stream_spec(role, arith, feature, d, e, causal, device)
+        if causal and not shared and role in ("GradK", "GradV"):  # in one walk
+            stream = key_value_spec(arith, feature, d, e, device)
         if mapped and stream is not None:
             return stream
         return sweep_spec(role, arith, feature, d, e, causal, device, shared)
@@ -126,10 +130,14 @@ def choices(spec: MatrixSpec) -> tuple[tuple[str, object], ...]:
     sums = not walks and ("queries" if getattr(spec, "reversed", False) else "keys")
     kernel = spec.role if walks else sums
     causal = spec.causal if walks else None
+    # `stream` has code and registers of its own for each walk and both widths.
+    streams = spec.arith == STREAM
     return (
         ("arithmetic", spec.arith),
         ("kernel", kernel),
         ("causal", causal),
+        ("stream", (kernel, causal) if streams else None),
+        ("both widths", (spec.inner, spec.columns) if streams else None),
         ("feature", spec.feature),
         ("inner", spec.inner),
         ("columns", spec.columns),

@@ -33,8 +33,10 @@ from la_cupy.kernels import (
     STREAM,
     WGMMA,
     KernelSpec,
+    KeyValueSpec,
     ScanSpec,
     Spec,
+    StreamedSpec,
     StreamSpec,
 )
 
@@ -60,7 +62,7 @@ def examine(spec: Spec, arch: str) -> list[str]:
         faults.append(f"{kernel.registers} registers, of which {spec.threads} threads have {most}")
     if isinstance(spec, KernelSpec):
         found = kernel.instructions()
-        stores = ("UTMASTG",) if isinstance(spec, StreamSpec) and spec.role != KEYS else ()
+        stores = ("UTMASTG",) if isinstance(spec, StreamedSpec) and spec.role != KEYS else ()
         for wanted in (*INSTRUCTIONS.get(spec.arith, ("HMMA",)), *stores):
             if not found[wanted]:
                 faults.append(f"no {wanted} among its {found.total()} instructions")
@@ -108,9 +110,10 @@ def test_cover_is_small_and_has_all_pairs(arch: str) -> None:
 @pytest.mark.parametrize("choice", ["arithmetic", "kernel", "feature"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_cover_has_every_choice(arch: str, choice: str) -> None:
+    hopper = arch == "sm_90a"
     every = {
-        "arithmetic": {*ARITHMETICS, *([WGMMA, STREAM] if arch == "sm_90a" else [])},
-        "kernel": {role for role, _ in KERNELS},
+        "arithmetic": {*ARITHMETICS, *([WGMMA, STREAM] if hopper else [])},
+        "kernel": {role for role, _ in KERNELS} | ({"GradKV"} if hopper else set()),
         "feature": set(FEATURES),
     }
     matrix = [spec for spec in cover(ARCHS[arch]) if isinstance(spec, KernelSpec)]
@@ -126,7 +129,14 @@ def test_cover_has_stream_with_every_choice() -> None:
     assert {x for name, x in every if name == "feature"} == {"identity", "relu"}
     assert {x for name, x in every if name in ("inner", "columns")} == {64, 128}
     assert {x for name, x in every if name == "causal"} == {False, True, None}
-    assert {x for name, x in every if name == "kernel"} == {"Forward", "keys"}
+    walks = {(role, causal) for role in ("Forward", "GradQ") for causal in (False, True)}
+    assert {x for name, x in every if name == "stream"} == walks | {("keys", None)}
+
+
+def test_cover_has_every_walk_that_makes_dk_and_dv() -> None:
+    found = [spec for spec in specialisations(H200) if isinstance(spec, KeyValueSpec)]
+    assert {spec.inner for spec in found} == {64, 128} and len(found) == 2
+    assert set(found) <= set(cover(H200))
 
 
 def test_a_spill_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ def test_out_of_the_caller(dtype: str, view: str) -> None:
     problem = forward_problem(x.q, x.k, x.v, out=out, **case.options)
     returned, _, _ = Emulation().forward(problem, x.q, x.k, x.v, None, out, False)
     assert returned.tobytes() == out.tobytes()
-    if (dtype, view) == ("bfloat16", "unaligned"):  # made by another kernel, see Launch.unaligned
+    if (dtype, view) == ("bfloat16", "unaligned"):  # made by another kernel, see Launch.instead
         check(case, x, {"out": out}, reference_results(case, x), names=["out"])
     else:
         assert out.tobytes() == expected.tobytes()

@@ -36,7 +36,16 @@ from specialisations import (
 
 from la_cupy import dtypes
 from la_cupy.device import DeviceInfo
-from la_cupy.kernels import STREAM, WGMMA, NoKernelError, StateSpec, SweepSpec, WalkSpec, padded
+from la_cupy.kernels import (
+    STREAM,
+    WGMMA,
+    NoKernelError,
+    StateSpec,
+    StreamSpec,
+    SweepSpec,
+    WalkSpec,
+    padded,
+)
 from la_cupy.plan import Plan
 from la_cupy.results import State
 
@@ -75,10 +84,10 @@ def test_every_width_has_a_kernel(arith: str, kernel: tuple[str, bool], device: 
 @on_every_device
 @pytest.mark.parametrize("feature_map", ["elu1", "relu", "silu", "exp"])
 def test_feature_map_changes_the_name_only(feature_map: str, device: DeviceInfo) -> None:
-    """But that `stream` has none with exponentials."""
+    """But that `stream` has none with exponentials, and one walk for dk and dv only for identity."""
     for kernel, arith, mapped in product(KERNELS, ARITHMETICS, (False, True)):
         spec = matrix_spec(kernel, arith, feature_map, 64, 64, device, mapped=mapped)
-        mapped = mapped and feature_map == "relu"
+        mapped = mapped and isinstance(spec, StreamSpec)
         plain = matrix_spec(kernel, arith, "identity", 64, 64, device, mapped=mapped)
         assert spec.name == plain.name.replace("Identity", feature_map.capitalize())
 
@@ -206,7 +215,7 @@ def test_pieces_are_the_segments(lead: tuple[int, ...], n: int, m: int) -> None:
                     int(p["segments"]),
                 )
             if isinstance(spec, WalkSpec) and p["pieces"]:
-                origin, length, count = found[spec.role in ("GradK", "GradV")]
+                origin, length, count = found[spec.role in ("GradK", "GradV", "GradKV")]
                 assert int(p["chunks_per_segment"]) * spec.chunk == length * int(p["pieces"])
                 assert (int(p["origin"]) - origin) % length == 0
                 assert count >= int(p["segments"]) - 1, f"{spec.role} on {device}: {plan}"
@@ -313,12 +322,13 @@ def test_wgmma_where_there_is_some(device: DeviceInfo, causal: bool) -> None:
         return found, reasons
 
     best = WGMMA if device.arch == 90 else "Bf16"
-    forward = STREAM if device.arch == 90 else "Bf16"
+    stream = STREAM if device.arch == 90 else "Bf16"
+    queries = {"Forward": stream, "GradQ": stream}
     arithmetic, reasons = walks_of(104, 1)
-    assert arithmetic.pop("Forward") == forward
-    assert set(arithmetic.values()) == {best} and "share k and v" not in reasons
+    both = {"GradKV": stream} if causal and device.arch == 90 else {"GradK": best, "GradV": best}
+    assert arithmetic == queries | both and "share k and v" not in reasons
     arithmetic, reasons = walks_of(104, 2)
-    assert (arithmetic["Forward"], arithmetic["GradQ"]) == (forward, best)
-    assert arithmetic["GradK"] == arithmetic["GradV"] == ("Bf16" if causal else best)
+    keys = "Bf16" if causal else best
+    assert arithmetic == queries | {"GradK": keys, "GradV": keys}
     assert ("share k and v" in reasons) == (causal and device.arch == 90)
     assert set(walks_of(129, 1)[0].values()) == {"Bf16"}

@@ -118,7 +118,9 @@ def test_shared_memory_and_threads_as_the_kernels_have_them(arith: str) -> None:
             lines.append(f"static_assert({config}::kLoaders == {spec.loaders});")
         if isinstance(spec, StreamSpec):
             lines.append(f"static_assert({config}::kSlots == {spec.slots});")
-    runner.build(["la::scan<float>"], ["scan.cu", "sweep.cu", "stream.cu", "accumulate.cu"], lines)
+            lines.append(f"static_assert({config}::kRowSlots == {spec.row_slots});")
+    sources = {spec.source for spec in specs.values()}
+    runner.build(["la::scan<float>"], ["scan.cu", *sorted(sources)], lines)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -136,7 +138,7 @@ def test_records_as_the_kernels_have_them() -> None:
             lines.append(f"static_assert(offsetof(la::{name}, {field}) == {offset});")
     fields = STREAM_PARAMS.fields or {}
     lines.append(f"static_assert(sizeof(la::StreamParams) == {STREAM_PARAMS.itemsize});")
-    places = {"axes": fields["axes"][1], "p": fields["p"][1]}
+    places = {"axes": fields["axes"][1], "of_second": fields["second"][1], "p": fields["p"][1]}
     places |= {name: i * MAP_BYTES for i, name in enumerate(MAPS)}
     for field, offset in places.items():
         lines.append(f"static_assert(offsetof(la::StreamParams, {field}) == {offset});")

@@ -126,7 +126,7 @@ class EmulatedGpu(_torch_run.Cuda):
 
     @classmethod
     def queue(cls, prepared: Any, addresses: Mapping[str, int], device: Any) -> None:
-        launches = [suited(launch, addresses) for launch in prepared.plan.launches]
+        launches = [x for launch in prepared.plan.launches for x in suited(launch, addresses)]
         if not launches:
             return
         names = list(dict.fromkeys(launch.spec.name for launch in launches))

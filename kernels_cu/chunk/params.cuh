@@ -58,8 +58,9 @@ struct Params {
 
 // What `stream` is told besides: maps of its arrays (ptx/tma.cuh) with the arrays' leading axes, -1 for none.
 struct StreamParams {
-  TensorMap q, k, v, dst;
-  i32 axes[4][4];
+  TensorMap q, k, v, dout, dst, second;  // second: dv, where dst is dk
+  i32 axes[6][4];
+  Tensor of_second;
   Params p;
 };
 

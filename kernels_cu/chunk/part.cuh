@@ -30,8 +30,12 @@ struct Part {
     segment = static_cast<i32>(index % p.segments);
     own.place(p, index / p.segments, 0, p.outer);
     const auto place = [&](const Tensor& t) { return own.template address<typename Config::Arith>(t); };
-    places = {place(p.q), place(p.k), place(p.v), place(p.dout), place(p.dst), own.template place<Acc>(p.den),
-              own.template place<Acc>(p.delta)};
+    const u64 den = own.template place<Acc>(p.den), delta = own.template place<Acc>(p.delta);
+    if constexpr (Config::Arith::kStreams) {  // which reads the others by maps
+      places = {0, 0, 0, 0, place(p.dst), den, delta};
+    } else {
+      places = {place(p.q), place(p.k), place(p.v), place(p.dout), place(p.dst), den, delta};
+    }
     head = own;
     group = kGroups ? group_size(p) : 1;
     column0 = split * Config::kColumns;

@@ -17,10 +17,10 @@ struct StreamConfig {
   using Elem = typename Arith::Elem;
   using Acc = float;
   static constexpr int kInner = Inner, kColumns = Columns, kChunk = 64, kSlices = 2;
-  static constexpr bool kCausal = Causal, kGrouped = false, kHasRows = !kSame<Role, Keys>;
+  static constexpr bool kCausal = Causal, kGrouped = false, kHasRows = !kSame<Role, Keys>, kGradQ = kSame<Role, GradQ>, kKeyValue = false;
   static_assert(kHasRows || kCausal, "there must be rows or sources");
-  // Rows of A stay as they are where phi is the identity: what the norm divides them by cancels in out, or enters its factor.
-  static constexpr bool kPlainRows = kSame<Feature, Identity>;
+  // Rows of A, and of X in GradQ, stay as they are: dout; or q where phi is the identity: what the norm divides them by cancels in out, or enters its factor.
+  static constexpr bool kPlainRows = kGradQ || kSame<Feature, Identity>;
 
   // A state warpgroup owns 64 columns; one warpgroup makes the weights, one transforms the rows, and of one a thread sends for them.
   static constexpr int kStateWarps = Columns / 16, kScoreWarps = kHasRows ? 4 : 0, kSupplyWarps = 4;
@@ -30,9 +30,9 @@ struct StreamConfig {
   // other reasons, the compiler has products wait for each other.)
   static constexpr bool kCrowded = kThreads == 640;
   static constexpr int kLaunchRegisters = kCrowded ? 96 : kThreads == 512 ? 128 : 168;
-  static constexpr int kStateRegisters = kCrowded ? 160 : kHasRows ? 168 : 136;
-  static constexpr int kScoreRegisters = kCrowded ? 72 : 120;
-  static constexpr int kSupplyRegisters = kCrowded ? 64 : kHasRows ? 120 : 144;
+  static constexpr int kStateRegisters = kCrowded && !kGradQ ? 160 : kHasRows ? 168 : 136;
+  static constexpr int kScoreRegisters = kCrowded ? (kGradQ ? 64 : 72) : 120;
+  static constexpr int kSupplyRegisters = kCrowded ? (kGradQ ? 56 : 64) : kHasRows ? 120 : 144;
   static constexpr int kCourierRegisters = 24;
   template <int Registers>
   static LA_DEVICE void share_registers() {
@@ -48,26 +48,47 @@ struct StreamConfig {
   using ColumnTile = typename Arith::template Tile<Columns, kChunk>;
   using WeightsTile = typename Arith::template Tile<64, kRows>;
 
-  static constexpr int kA = 0;
-  static constexpr int kB = kA + (kHasRows ? InnerTile::bytes(kRows) : 0);
+  // A slot has A, B and C. In GradQ rows have slots of their own, with A and X, where the result comes to lie; there is room for
+  // fewer of these.
+  static constexpr bool kOwnRows = kGradQ && Causal;
+  static constexpr int kSources = Causal ? InnerTile::bytes(kRows) + ColumnTile::bytes(kChunk) : 0;
+  static constexpr int kX = kHasRows ? InnerTile::bytes(kRows) : 0;
+  static constexpr int kRowBytes = kX + (kGradQ ? ColumnTile::bytes(kChunk) : 0);
+  static constexpr int kB = kOwnRows ? 0 : kRowBytes;
   static constexpr int kC = kB + (Causal ? InnerTile::bytes(kRows) : 0);
-  static constexpr int kSlot = kC + (Causal ? ColumnTile::bytes(kChunk) : 0);
-  static constexpr int kSlotLoaded = 128 * ((kHasRows ? Inner : 0) + (Causal ? Inner + Columns : 0));  // bytes of a chunk's rows
-  static constexpr int kWeightsBytes = Causal ? WeightsTile::bytes(kRows) : 0, kStageBytes = kHasRows ? ColumnTile::bytes(kChunk) : 0;
-  static constexpr int kNumbers = 4 * kChunk + (Causal ? 2 * kSupplyWarps * Inner : 0);  // kFactors, kColumnParts
-  static constexpr int kPieces = 16, kPieceBytes = 208;                 // see Pipe::piece
-  static constexpr int kBarriers = 32;
-  static constexpr int kBehind = 2 * kWeightsBytes + kStageBytes + 4 * kNumbers + kPieces * kPieceBytes + 8 * kBarriers;
-  static constexpr int kMost = 232448;  // shared memory of a block
-  static constexpr int kSlots = smaller(6, (kMost - kBehind) / kSlot);
-  static constexpr int kWeights = kSlots * kSlot;
-  static constexpr int kStage = kWeights + 2 * kWeightsBytes;
-  static constexpr int kFactors = kStage + kStageBytes;   // [2][2][kChunk] floats, see Pipe::factors
-  static constexpr int kColumnParts = kFactors + 16 * kChunk;  // [2][kSupplyWarps][Inner] floats
+  static constexpr int kSlot = kSources + (kOwnRows ? 0 : kRowBytes);
+  static constexpr int kRowsLoaded = 128 * ((kHasRows ? Inner : 0) + (kGradQ ? Columns : 0));  // bytes of a chunk's rows
+  static constexpr int kSourcesLoaded = Causal ? 128 * (Inner + Columns) : 0;
+  static constexpr int kWeightsBytes = Causal ? WeightsTile::bytes(kRows) : 0;
+  static constexpr int kStageBytes = kHasRows && !kGradQ ? ColumnTile::bytes(kChunk) : 0;
+  static constexpr int kOnesBytes = kGradQ && Causal ? 64 * 128 : 0;  // where y <= x, see StateWork
+  static constexpr int kFactorLines = kGradQ ? 4 : 2;
+  // kFactors, kColumnParts, and in GradQ kCentres, kLevel, kDots, kRowFactors
+  static constexpr int kNumbers = 2 * kFactorLines * kChunk + (Causal ? 2 * kSupplyWarps * Inner : 0) +
+                                  (kGradQ ? 7 * Inner + kStateWarps * kChunk + 4 * kChunk + 8 : 0);
+  static constexpr int kPieces = 16, kPieceBytes = 224;                 // see Pipe::piece
+  static constexpr int kBarriers = 40;
+  static constexpr int kBehind =
+      2 * kWeightsBytes + kStageBytes + kOnesBytes + 4 * kNumbers + kPieces * kPieceBytes + 8 * kBarriers;
+  static constexpr int kRoom = 232448 - kBehind;  // of the shared memory of a block
+  static constexpr int kRowSlots_ = smaller(3, kRoom / (kRowBytes + kSources));
+  static constexpr int kSlots = smaller(6, kOwnRows ? (kRoom - kRowSlots_ * kRowBytes) / kSources : kRoom / kSlot);
+  static constexpr int kRowSlots = kOwnRows ? kRowSlots_ : kSlots;
+  static constexpr int kOwnRowsAt = kSlots * kSlot;
+  static constexpr int kWeights = kOwnRowsAt + (kOwnRows ? kRowSlots * kRowBytes : 0);
+  static constexpr int kOnes = kWeights + 2 * kWeightsBytes;
+  static constexpr int kStage = kOnes + kOnesBytes;
+  static constexpr int kFactors = kStage + kStageBytes;                            // [2][kFactorLines][kChunk], see Pipe::factors
+  static constexpr int kColumnParts = kFactors + 8 * kFactorLines * kChunk;        // [2][kSupplyWarps][Inner]
+  static constexpr int kCentres = kColumnParts + (Causal ? 8 * kSupplyWarps * Inner : 0);  // [6][Inner]
+  static constexpr int kLevel = kCentres + (kGradQ ? 24 * Inner : 0);              // [Inner]
+  static constexpr int kDots = kLevel + (kGradQ ? 4 * Inner : 0);                  // [kStateWarps][kChunk]
+  static constexpr int kRowFactors = kDots + (kGradQ ? 4 * kStateWarps * kChunk : 0);  // [kChunk] of 4
+  static constexpr int kFlags = kRowFactors + (kGradQ ? 16 * kChunk : 0);          // [8]
   static constexpr int kDescriptions = kFactors + 4 * kNumbers;
   static constexpr int kBarrier = kDescriptions + kPieces * kPieceBytes;
   static constexpr int kSharedBytes = kBarrier + 8 * kBarriers;
-  static_assert(kSlots >= 3, "a chunk is worked on, one comes, and one is on its way");
+  static_assert(kSlots >= 3 && kRowSlots >= 2, "a chunk is worked on, one comes, and one is on its way");
 };
 
 }  // namespace la

@@ -25,31 +25,28 @@ struct Ring {
 
 template <class Config>
 struct Pipe {
-  static constexpr int kSlots = Config::kSlots;
-  enum First { kFull = 0, kReady = kSlots, kFree = 2 * kSlots, kMade = 3 * kSlots, kUsed = kMade + 2, kEnd = kUsed + 2 };
+  static constexpr int kSlots = Config::kSlots, kRowSlots = Config::kRowSlots;
+  enum First {
+    kFull = 0, kReady = kSlots, kFree = 2 * kSlots, kMade = 3 * kSlots, kUsed = kMade + 2,
+    kRowsFull = kUsed + 2, kRowsFree = kRowsFull + (Config::kOwnRows ? kRowSlots : 0), kEnd = kRowsFree + (Config::kOwnRows ? kRowSlots : 0)
+  };
   static_assert(kEnd <= Config::kBarriers, "barriers must have room");
 
   // A part, and where its head is on the leading axes of the maps.
-  enum Array { kQ, kK, kV, kDst };
+  enum Array { kQ, kK, kV, kDout, kDst, kSecond, kArrays };
   struct Piece : Part<Config> {
-    i32 at[4][3];
+    i32 at[kArrays][3];
 
     LA_DEVICE void describe(const StreamParams& params, u32 index) {
       Part<Config>::describe(params.p, index);
       this->start_count = params.p.start.kv == 0 ? 0.f : load_number<float>(start(params.p, *this).count, 0);
-      i32 place[4][3];
-#pragma unroll
-      for (int array = 0; array < 4; ++array) {
+#pragma unroll 1
+      for (int array = 0; array < kArrays; ++array) {
 #pragma unroll
         for (int i = 0; i < 3; ++i) {
           const i32 axis = params.axes[array][i];
-          place[array][i] = axis < 0 ? 0 : this->head.at[axis];
+          at[array][i] = axis < 0 ? 0 : this->head.at[axis];
         }
-      }
-#pragma unroll
-      for (int array = 0; array < 4; ++array) {
-#pragma unroll
-        for (int i = 0; i < 3; ++i) at[array][i] = place[array][i];
       }
     }
   };
@@ -60,12 +57,14 @@ struct Pipe {
     u32 part = static_cast<u32>(block());
     i32 ordinal = 0, step = 0;
     Ring<kSlots> slot;
+    Ring<kRowSlots> rows;
     Ring<2> pair;
     LA_DEVICE bool exists(u32 parts) const { return part < parts; }
     LA_DEVICE bool begins() const { return step == 0; }
     // Whether a new part begins.
     LA_DEVICE bool next(i32 chunks) {
       slot.next();
+      rows.next();
       pair.next();
       if (++step < chunks) return false;
       step = 0;
@@ -87,23 +86,18 @@ struct Pipe {
   static LA_DEVICE unsigned char* shared() { return dynamic_shared() + unknown_zero(); }
   static LA_DEVICE Mbarrier* barrier(i32 which) { return reinterpret_cast<Mbarrier*>(shared() + Config::kBarrier) + which; }
 
-  // How many parts ahead of the state warps parts are described: more than chunks are on their way.
-  static constexpr int kDescribed = 8;
-  static_assert(kDescribed > kSlots && Config::kPieces >= 2 * kDescribed, "a part must be described before it is needed, and as long as it is");
+  static_assert(Config::kPieces > kSlots + 3, "a part's description must last as long as it is needed");
 
-  static LA_DEVICE void describe(const StreamParams& params, i32 ordinal) {
-    const u32 part = static_cast<u32>(block()) + static_cast<u32>(ordinal) * static_cast<u32>(grid());
-    if (part >= parts(params.p)) return;
-    piece(ordinal).describe(params, part);
-  }
-
-  static LA_DEVICE void begin(const StreamParams& params) {
-    if (thread() < kDescribed) describe(params, thread());
+  static LA_DEVICE void begin() {
     if (thread() == 0) {
       for (int i = 0; i < kSlots; ++i) {
         mbarrier_init(barrier(kFull + i), 1);
         mbarrier_init(barrier(kReady + i), Config::kSupplyWarps);
         mbarrier_init(barrier(kFree + i), Config::kStateWarps + Config::kScoreWarps);
+      }
+      for (int i = 0; Config::kOwnRows && i < kRowSlots; ++i) {
+        mbarrier_init(barrier(kRowsFull + i), 1);
+        mbarrier_init(barrier(kRowsFree + i), Config::kStateWarps / 4 + Config::kScoreWarps);
       }
       for (int i = 0; i < 2; ++i) {
         if (!Config::kHasRows) break;
@@ -111,12 +105,18 @@ struct Pipe {
         mbarrier_init(barrier(kUsed + i), Config::kStateWarps);
       }
     }
+    for (int i = 0; Config::kHasRows && i < kRowSlots; ++i) fill<Config::kInner>(tile_a(i), 0);
     for (int slot = 0; slot < kSlots; ++slot) {
-      if constexpr (Config::kHasRows) fill<Config::kInner>(tile_a(slot), 0);
       if constexpr (Config::kCausal) fill<Config::kInner>(tile_b(slot), 0);
     }
     if constexpr (Config::kCausal) {
       for (int i = 0; i < 2; ++i) fill<64>(weights(i), 0x3f803f80);
+    }
+    if constexpr (Config::kOnesBytes > 0) {
+      for (int i = thread(); i < 64 * 64; i += Config::kThreads) {
+        const int row = i / 64, y = i % 64;
+        reinterpret_cast<bf16*>(ones().packet(row, y / 8))[y % 8].bits = y <= row ? to_bf16(1.f) : 0;
+      }
     }
     fence_async();
     sync_block();
@@ -157,7 +157,11 @@ struct Pipe {
   static LA_DEVICE Piece& piece(i32 ordinal) {
     return *reinterpret_cast<Piece*>(shared() + Config::kDescriptions + ordinal % Config::kPieces * Config::kPieceBytes);
   }
-  static LA_DEVICE typename Config::InnerTile tile_a(i32 slot) { return {shared() + slot * Config::kSlot + Config::kA}; }
+  static LA_DEVICE unsigned char* rows(i32 i) {
+    return shared() + (Config::kOwnRows ? Config::kOwnRowsAt + i * Config::kRowBytes : i * Config::kSlot);
+  }
+  static LA_DEVICE typename Config::InnerTile tile_a(i32 i) { return {rows(i)}; }
+  static LA_DEVICE typename Config::ColumnTile tile_x(i32 i) { return {rows(i) + Config::kX}; }
   static LA_DEVICE typename Config::InnerTile tile_b(i32 slot) { return {shared() + slot * Config::kSlot + Config::kB}; }
   static LA_DEVICE typename Config::ColumnTile tile_c(i32 slot) { return {shared() + slot * Config::kSlot + Config::kC}; }
   // Shares of a chunk's sums of B's columns, a line for each warp of the suppliers.
@@ -168,8 +172,18 @@ struct Pipe {
   static LA_DEVICE typename Config::ColumnTile stage() { return {shared() + Config::kStage}; }
   // By which a row of the result is multiplied, and with which the sum of C so far is added to it.
   static LA_DEVICE float* factors(i32 i, i32 which) {
-    return reinterpret_cast<float*>(shared() + Config::kFactors) + (2 * i + which) * Config::kChunk;
+    return reinterpret_cast<float*>(shared() + Config::kFactors) + (Config::kFactorLines * i + which) * Config::kChunk;
   }
+  // GradQ: the weights of a running sum; the mean of v before the chunk in a slot; the level of v; sums over a row, a line for each
+  // state warp; what a row's elements are made with.
+  using OnesTile = typename Config::Arith::template Tile<64, 64>;
+  static LA_DEVICE OnesTile ones() { return {shared() + Config::kOnes}; }
+  static LA_DEVICE float* numbers(i32 at) { return reinterpret_cast<float*>(shared() + at); }
+  static LA_DEVICE float* centre(i32 slot) { return numbers(Config::kCentres) + slot * Config::kInner; }
+  static LA_DEVICE float* level() { return numbers(Config::kLevel); }
+  static LA_DEVICE float* dots(i32 warp) { return numbers(Config::kDots) + warp * Config::kChunk; }
+  struct alignas(16) RowFactors { float of_result, of_running, along, inverse_length; };
+  static LA_DEVICE RowFactors* row_factors() { return reinterpret_cast<RowFactors*>(shared() + Config::kRowFactors); }
 };
 
 }  // namespace la

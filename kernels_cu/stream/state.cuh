@@ -2,8 +2,10 @@
 // result,
 //
 //   out^T = S^T A^T + C^T w^T + a / b (sum of C so far),   times b / den,   S^T += C^T B.
+//
+// What GradQ makes of it: stream/gradient.cuh.
 #pragma once
-#include "stream/pipe.cuh"
+#include "stream/gradient.cuh"
 
 namespace la {
 
@@ -33,7 +35,6 @@ struct StateWork {
       Pipe::wait(Pipe::kReady, now.slot);
       const Piece& piece = Pipe::piece(now.ordinal);
       const i32 chunks = piece.chunks;
-      if (thread() == 0 && now.ordinal > 0) Pipe::describe(params, now.ordinal + Pipe::kDescribed - 1);
       begin(piece);
 #pragma unroll 1
       for (bool more = true; more; more = !now.next(chunks)) {
@@ -49,16 +50,13 @@ struct StateWork {
 
   LA_DEVICE void turn(const Piece& piece, const Chunk& now) {
     const i32 slot = now.slot.at, pair = now.pair.at;
-    const auto a = Pipe::tile_a(slot);
+    const auto a = Pipe::tile_a(now.rows.at);
     const auto c = Pipe::tile_c(slot);
-    u32 operand[kInner / 16][4];
-#pragma unroll
-    for (int k = 0; k < kInner / 16; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) operand[k][i] = pack_bf16(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
-    }
-    const float before[2] = {sum[0], sum[1]};
     Pipe::wait(Pipe::kReady, now.slot);
+    if constexpr (Config::kOwnRows) Pipe::wait(Pipe::kRowsFull, now.rows);
+    u32 operand[kInner / 16][4];
+    find_operand(operand, slot);
+    const float before[2] = {sum[0], sum[1]};
     float result[kWide];
     wgmma_pin(s);
     wgmma_pin(result);
@@ -74,29 +72,75 @@ struct StateWork {
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_pin(result);
+    float running[32];
     if constexpr (Config::kCausal) {
       sum[0] += result[32];
       sum[1] += result[34];
       const auto b = Pipe::tile_b(slot);
+      if constexpr (Config::kGradQ) {
+        wgmma_pin(running);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < Config::kChunk; k += 16) {
+          wgmma<kAcross, kAlongK>(running, c.across(k, group_column()), Pipe::ones().along(0, k), k > 0);
+        }
+        wgmma_commit();
+      }
       wgmma_pin(s);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < Config::kChunk; k += 16) wgmma<kAcross, kAcross>(s, c.across(k, group_column()), b.across(k, 0), 1);
       wgmma_commit();
     }
-    if (leads()) tma_wait_read();  // of the rows before
-    sync();
-    stage(result, before, pair);
-    sync_warp();
-    Pipe::arrive(Pipe::kUsed, now.pair);
-    fence_async();
-    sync();
-    copy_out(piece, piece.rows_at(now.step));
+    if constexpr (Config::kGradQ) {
+      Gradient<Config> gradient{p, piece, now};
+      gradient.begin(result);
+      if constexpr (Config::kCausal) {
+        wgmma_wait<1>();
+        wgmma_pin(running);
+      }
+      gradient.finish(result, running, before);
+      sync_warp();
+      Pipe::arrive(Pipe::kUsed, now.pair);
+      fence_async();
+      sync();
+      copy_out(piece, piece.rows_at(now.step), Pipe::tile_x(now.rows.at));
+      if (leads()) tma_wait_read();
+      sync();  // all of the result has left the slot
+      if (leads()) {
+        if constexpr (Config::kOwnRows) mbarrier_arrive(Pipe::barrier(Pipe::kRowsFree + now.rows.at));
+      }
+    } else {
+      if (leads()) tma_wait_read();  // of the rows before
+      sync();
+      stage(result, before, pair);
+      sync_warp();
+      Pipe::arrive(Pipe::kUsed, now.pair);
+      fence_async();
+      sync();
+      copy_out(piece, piece.rows_at(now.step), Pipe::stage());
+    }
     if constexpr (Config::kCausal) {
       wgmma_wait<0>();
       wgmma_pin(s);
     }
     Pipe::arrive(Pipe::kFree, now.slot);
+  }
+
+  // The state as it enters the product, in GradQ less the product of its sums over keys with the mean of v: v is taken less its mean.
+  LA_DEVICE void find_operand(u32 (&operand)[kInner / 16][4], i32 slot) const {
+    struct alignas(8) Pair { float x[2]; };
+#pragma unroll
+    for (int k = 0; k < kInner / 8; ++k) {
+      float x[4] = {s[4 * k], s[4 * k + 1], s[4 * k + 2], s[4 * k + 3]};
+      if constexpr (Config::kGradQ) {
+        const Pair centre = *reinterpret_cast<const Pair*>(Pipe::centre(slot) + k * 8 + lane_column());
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = ptx::fma(-sum[i / 2], centre.x[i % 2], x[i]);
+      }
+      operand[k / 2][k % 2 * 2] = pack_bf16(x[0], x[1]);
+      operand[k / 2][k % 2 * 2 + 1] = pack_bf16(x[2], x[3]);
+    }
   }
 
   // S^T += C^T B, and the sums of C's columns, where there are no rows.
@@ -124,29 +168,31 @@ struct StateWork {
   }
 
   // A warpgroup's columns of the staged rows are a panel of the tile.
-  LA_DEVICE void copy_out(const Piece& piece, Span span) const {
+  template <class Tile>
+  LA_DEVICE void copy_out(const Piece& piece, Span span, const Tile& tile) const {
     if (piece.places.dst == 0 || span.begin == span.end) return;
     const i32 column = piece.column0 + group_column();
     // Rows before an array's first are loaded as zeros, but to store them is an illegal instruction.
-    if (params.axes[Pipe::kDst][3] == 0 || span.begin > 0) return copy_rows(piece, span);
+    if (params.axes[Pipe::kDst][3] == 0 || span.begin > 0) return copy_rows(piece, span, tile);
     if (!leads()) return;
     const i32 (&at)[3] = piece.at[Pipe::kDst];
-    tma_store(&params.dst, Pipe::stage().panel(group_column()), {column, static_cast<i32>(span.first), at[0], at[1], at[2]});
+    tma_store(&params.dst, tile.panel(group_column()), {column, static_cast<i32>(span.first), at[0], at[1], at[2]});
     tma_commit();
   }
   static LA_DEVICE bool leads() { return warp_id() % 4 == 0 && lane_id() == 0; }
   static LA_DEVICE void sync() { sync_named(2 + warp_id() / 4, 128); }
 
   // Into an array that has no map.
-  LA_DEVICE void copy_rows(const Piece& piece, Span span) const {
-    const int left = p.e - piece.column0;
+  template <class Tile>
+  LA_DEVICE void copy_rows(const Piece& piece, Span span, const Tile& tile) const {
+    const int left = (Config::kGradQ ? p.d : p.e) - piece.column0;
     const i64 step = p.dst.row * 2;
 #pragma unroll 1
     for (int i = thread() % 128; i < Config::kChunk * 8; i += 128) {
       const int row = i / 8, packet = group_column() / 8 + i % 8;
       if (!span.holds(row)) continue;
       char* to = reinterpret_cast<char*>(piece.places.dst) + (span.first + row) * step + (piece.column0 + packet * 8) * 2;
-      store_packet<typename Config::Arith, 8>(p.dst, to, left - packet * 8, Pipe::stage().packet(row, packet));
+      store_packet<typename Config::Arith, 8>(p.dst, to, left - packet * 8, tile.packet(row, packet));
     }
   }
 
@@ -190,7 +236,7 @@ struct StateWork {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int column = piece.column0 + P::column(c);
-        if (column < p.e) sum[c] = load_number<float>(at.v_sum, column);
+        if (column < (Config::kGradQ ? p.d : p.e)) sum[c] = load_number<float>(Config::kGradQ ? at.k_sum : at.v_sum, column);
       }
     }
 #pragma unroll
@@ -201,7 +247,7 @@ struct StateWork {
   }
 
   LA_DEVICE void finish(const Piece& piece) {
-    if (!Config::kCausal || !Pipe::has_final(p, piece)) return;
+    if (Config::kGradQ || !Config::kCausal || !Pipe::has_final(p, piece)) return;
     const StatePlace at = Pipe::final_state(p, piece);
     typename P::State cells;
 #pragma unroll

@@ -1,4 +1,4 @@
-// The suppliers: they put rows, where they lie, through norm and feature map, and sum the columns of B.
+// The suppliers: they put rows, where they lie, through norm and feature map, or take the level off v, and sum the columns of B.
 #pragma once
 #include "stream/pipe.cuh"
 
@@ -12,6 +12,7 @@ struct Supply {
   using Piece = typename Pipe::Piece;
   static constexpr int kFirst = 32 * Config::kFirstSupply;
   using InnerRows = Rows<typename Config::Arith, Config::kInner, Config::kChunk, Config::kSupplyThreads, kFirst>;
+  using ColumnRows = Rows<typename Config::Arith, Config::kColumns, Config::kChunk, Config::kSupplyThreads, kFirst>;
 
   const Params& p;
   u32 parts;
@@ -37,11 +38,21 @@ struct Supply {
   LA_DEVICE void put(const Chunk& now, const Piece& piece) {
     const i32 slot = now.slot.at;
     if (now.begins()) begin(piece);
-    if constexpr (Config::kHasRows) put_lines(Config::kCausal ? Pipe::tile_b(slot) : Pipe::tile_a(slot));
-    Sums sums;
-    if constexpr (Config::kHasRows && !Config::kPlainRows) transform<false>(Pipe::tile_a(slot), sums);
-    if constexpr (Config::kCausal) transform<true>(Pipe::tile_b(slot), sums);
-    if (Config::kHasRows && p.b_float == 0.f) {
+    if constexpr (Config::kHasRows) {
+      const auto tile = Config::kCausal ? Pipe::tile_b(slot) : Pipe::tile_a(now.rows.at);
+      if constexpr (Config::kGradQ) put_centre(tile, piece.count_before(now.step), slot);
+      else put_lines(tile, 0, sum);
+    }
+    Sums<InnerRows> sums;
+    if constexpr (Config::kHasRows && !Config::kPlainRows) transform<InnerRows, false>(Pipe::tile_a(slot), sums);
+    if constexpr (Config::kCausal && Config::kGradQ) {
+      Sums<ColumnRows> none;
+      transform<ColumnRows, false>(Pipe::tile_c(slot), none);
+      take_level_off(Pipe::tile_b(slot), piece.sources_at(now.step), sums);
+    } else if constexpr (Config::kCausal) {
+      transform<InnerRows, true>(Pipe::tile_b(slot), sums);
+    }
+    if (Config::kHasRows && !Config::kGradQ && p.b_float == 0.f) {
       sync();
       clear(Pipe::tile_a(slot));
     }
@@ -50,13 +61,49 @@ struct Supply {
     Pipe::arrive(Pipe::kReady, now.slot);
     if constexpr (Config::kCausal) {
       add_sums(sums, Pipe::column_parts(now.pair.at));
-      if (now.step + 1 == piece.chunks) finish(piece);
+      if (!Config::kGradQ && now.step + 1 == piece.chunks) finish(piece);
     }
   }
 
-  // The sum before the first chunk.
+  // The sum before the first chunk; in GradQ also the level of v.
   LA_DEVICE void begin(const Piece& piece) {
-    sum = p.start.kv != 0 && id() < p.d ? load_number<float>(Pipe::start(p, piece).k_sum, id()) : 0.f;
+    const int width = Config::kGradQ ? p.e : p.d;
+    sum = 0;
+    if (p.start.kv != 0 && id() < width) {
+      const StatePlace start = Pipe::start(p, piece);
+      sum = load_number<float>(Config::kGradQ ? start.v_sum : start.k_sum, id());
+    }
+    if constexpr (Config::kGradQ && Config::kCausal) {
+      bool any = false;
+      if (id() < Config::kInner) {
+        const float own = p.levelled && id() < p.e ? la::level<float>(p.v, piece.head, p.m, id()) : 0.f;
+        Pipe::level()[id()] = own;
+        any = own != 0.f;
+      }
+      levelled = sync_any(any);
+    }
+  }
+
+  // Whether any supplier says so, for all of them.
+  static LA_DEVICE bool sync_any(bool any) {
+    float* const said = Pipe::numbers(Config::kFlags);
+    const bool of_warp = warp_any(any);
+    if (lane_id() == 0) said[warp()] = of_warp ? 1.f : 0.f;
+    sync();
+    bool found = false;
+    for (int w = 0; w < Config::kSupplyWarps; ++w) found = found || said[w] != 0.f;
+    return found;
+  }
+  bool levelled;
+
+  // GradQ: the mean of v before the chunk, and what is left of the sum; see Block::set_centre.
+  template <class Tile>
+  LA_DEVICE void put_centre(const Tile& tile, float count, i32 slot) const {
+    if (id() >= Config::kInner) return;
+    const float centre = p.normalize && count > 0.f ? sum * ptx::reciprocal(count) : 0.f;
+    Pipe::centre(slot)[id()] = centre;
+    put_lines(tile, 0, centre);
+    put_lines(tile, 4, ptx::fma(-count, centre, sum));
   }
 
   // The sums behind the last chunk.
@@ -69,14 +116,13 @@ struct Supply {
 
   // See StreamConfig::kRows.
   template <class Tile>
-  LA_DEVICE void put_lines(const Tile& tile) const {
+  LA_DEVICE void put_lines(const Tile& tile, int first, float x) const {
     if (id() >= Config::kInner) return;
-    float rest = sum;
 #pragma unroll
     for (int line = 0; line < 3; ++line) {
-      const u16 bits = to_bf16(rest);
-      reinterpret_cast<bf16*>(tile.packet(Config::kChunk + line, id() / 8))[id() % 8].bits = bits;
-      rest -= bf16_low(bits);
+      const u16 bits = to_bf16(x);
+      reinterpret_cast<bf16*>(tile.packet(Config::kChunk + first + line, id() / 8))[id() % 8].bits = bits;
+      x -= bf16_low(bits);
     }
   }
 
@@ -85,31 +131,48 @@ struct Supply {
   // Of a row's packets, a lane has its number i at i ^ 1 in every second row (Rows::packet): so sums over rows begin with an exchange
   // of packets that lie side by side, and these are transformed together. They are taken twice: to keep all of them there are too
   // few registers.
-  static constexpr int kPerLane = InnerRows::kPerLane, kHalf = kPerLane / 2;
-  struct Sums { float x[kHalf][8]; };
+  template <class R> struct Sums { float x[R::kPerLane / 2][8]; };
 
-  template <bool Sum, class Tile>
-  LA_DEVICE void transform(const Tile& tile, Sums& half) const {
+  template <class R, bool Sum, class Tile>
+  LA_DEVICE void transform(const Tile& tile, Sums<R>& sums) const {
     static_assert(Feature::kAtZero == 0, "zeros outside the array must stay zeros");
+    R rows;
+    typename R::Norms norms = rows.take_norms(p, tile);
+    each_packet<Sum>(rows, tile, sums, [&](typename R::Batch& v) {
+      R::normalise(p, v, norms);
+      R::each(v, [](float& x, int, int) { x = Feature::value(x); });
+      R::store(tile, v);
+    });
+  }
+
+  template <class Tile>
+  LA_DEVICE void take_level_off(const Tile& tile, Span span, Sums<InnerRows>& sums) const {
     InnerRows rows;
-    typename InnerRows::Norms norms = rows.take_norms(p, tile);
+    each_packet<true>(rows, tile, sums, [&](typename InnerRows::Batch& v) {
+      if (!levelled) return;
+      InnerRows::subtract(v, span, Pipe::level());
+      InnerRows::store(tile, v);
+    });
+  }
+
+  template <bool Sum, class R, class Tile, class F>
+  static LA_DEVICE void each_packet(R& rows, const Tile& tile, Sums<R>& half, F f) {
+    constexpr int kPerLane = R::kPerLane;
 #pragma unroll
-    for (int pair = 0; pair < kHalf; ++pair) {
+    for (int pair = 0; pair < kPerLane / 2; ++pair) {
       sync_warp();
 #pragma unroll
       for (int i = 2 * pair; i < 2 * pair + 2; ++i) {
 #pragma unroll
-        for (int pass = 0; pass < InnerRows::kPasses; ++pass) rows.take(tile, pass, i);
+        for (int pass = 0; pass < R::kPasses; ++pass) rows.take(tile, pass, i);
       }
       float sums[2][8] = {};
 #pragma unroll
       for (int i = 2 * pair; i < 2 * pair + 2; ++i) {
 #pragma unroll
-        for (int pass = 0; pass < InnerRows::kPasses; ++pass) {
-          typename InnerRows::Batch v = rows.values(pass * kPerLane + i, kBFloat16);
-          InnerRows::normalise(p, v, norms);
-          InnerRows::each(v, [](float& x, int, int) { x = Feature::value(x); });
-          InnerRows::store(tile, v);
+        for (int pass = 0; pass < R::kPasses; ++pass) {
+          typename R::Batch v = rows.values(pass * kPerLane + i, kBFloat16);
+          f(v);
 #pragma unroll
           for (int j = 0; j < 8; ++j) sums[i % 2][j] += v.row[0].x[0][j];
         }
@@ -122,7 +185,8 @@ struct Supply {
   }
 
   // Over rows that stand 8 and 16 lanes apart, each exchange halving the columns that a lane sums; then over warps.
-  LA_DEVICE void add_sums(const Sums& sums, float* parts_of_sum) {
+  LA_DEVICE void add_sums(const Sums<InnerRows>& sums, float* parts_of_sum) {
+    constexpr int kHalf = InnerRows::kPerLane / 2;
     constexpr int kLeft = kHalf * 8 / 4;
     const bool second = lane_id() & 8, third = lane_id() & 16;
     float half[2 * kLeft];

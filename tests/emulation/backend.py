@@ -104,7 +104,7 @@ class Backend:
             array.view(np.uint8).fill(0xFF) if array.size and array.ndim else array.fill(np.nan)
             buffers[name] = array
         addresses = {name: _address(x) for name, x in buffers.items() if x is not None}
-        launches = [suited(launch, addresses) for launch in plan.launches]
+        launches = [x for launch in plan.launches for x in suited(launch, addresses)]
         names = list(dict.fromkeys(launch.spec.name for launch in launches))
         sources = list(dict.fromkeys(launch.spec.source for launch in launches))
         if not names:

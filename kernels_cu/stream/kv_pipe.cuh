@@ -1,0 +1,52 @@
+// What the warps of `stream_key_value` share: the barriers of stream/pipe.cuh, with rows in a ring of their own.
+#pragma once
+#include "stream/kv_config.cuh"
+#include "stream/pipe.cuh"
+
+namespace la {
+
+template <class Config>
+struct KeyValuePipe : Pipe<Config> {
+  using Base = Pipe<Config>;
+  using Base::kSlots, Base::kRowSlots;
+  using Tile = typename Config::InnerTile;
+
+  static LA_DEVICE void begin() {
+    if (thread() == 0) {
+      for (int i = 0; i < kSlots; ++i) {
+        mbarrier_init(Base::barrier(Base::kFull + i), 1);
+        mbarrier_init(Base::barrier(Base::kReady + i), Config::kSupplyWarps);
+        mbarrier_init(Base::barrier(Base::kFree + i), Config::kStateWarps + Config::kScoreWarps);
+      }
+      for (int i = 0; i < kRowSlots; ++i) {
+        mbarrier_init(Base::barrier(Base::kRowsFull + i), 1);
+        mbarrier_init(Base::barrier(Base::kRowsFree + i), Config::kStateWarps / 4 + Config::kScoreWarps);
+      }
+      for (int i = 0; i < 2; ++i) {
+        mbarrier_init(Base::barrier(Base::kMade + i), Config::kScoreWarps);
+        mbarrier_init(Base::barrier(Base::kUsed + i), Config::kStateWarps);
+      }
+    }
+    for (int i = 0; i < 2; ++i) {
+      Base::template fill<64>(weights(i), 0x3f803f80);
+      Base::template fill<64>(key_weights(i), 0);
+    }
+    fence_async();
+    sync_block();
+  }
+
+  static LA_DEVICE Tile k(i32 i) { return {Base::rows(i)}; }
+  static LA_DEVICE Tile v(i32 i) { return {Base::rows(i) + Config::kTile}; }
+  static LA_DEVICE Tile q(i32 slot) { return {Base::shared() + slot * Config::kSlot}; }
+  static LA_DEVICE Tile g(i32 slot) { return {Base::shared() + slot * Config::kSlot + Config::kTile}; }
+  static LA_DEVICE typename Config::WeightsTile weights(i32 i) { return {Base::shared() + Config::kWeights + i * Config::kWeightsBytes}; }
+  static LA_DEVICE typename Config::WeightsTile key_weights(i32 i) {
+    return {Base::shared() + Config::kWeights + i * Config::kWeightsBytes + Config::kWeightsTile};
+  }
+  static LA_DEVICE typename Config::CopyTile copy() { return {Base::shared() + Config::kCopy}; }
+  static LA_DEVICE Tile stage() { return {Base::shared() + Config::kStage}; }
+  static LA_DEVICE float* delta(i32 slot) { return Base::numbers(Config::kDelta) + slot * Config::kChunk; }
+  static LA_DEVICE float* along() { return Base::numbers(Config::kAlong); }
+};
+
+}  // namespace la

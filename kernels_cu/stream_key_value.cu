@@ -1,0 +1,31 @@
+// stream_key_value: dk and dv in one walk backwards on sm_90a, as stream.cu walks forwards.
+//
+//   grid     as many blocks as there is room for, each with several parts one after the other: (head, segment) each
+//   reads    q, k, v, dout, den, delta; the gradient of the state behind the segment
+//   writes   the rows of dk and dv in its segment
+#include "stream/courier.cuh"
+#include "stream/kv_score.cuh"
+#include "stream/kv_state.cuh"
+#include "stream/kv_supply.cuh"
+
+namespace la {
+
+template <class Config>
+LA_KERNEL(Config::kThreads, 1) stream_key_value(LA_GRID_CONSTANT const StreamParams params) {
+  KeyValuePipe<Config>::begin();
+  if (warp_id() < Config::kFirstScore) {
+    Config::template share_registers<Config::kStateRegisters>();
+    KeyValueState<Config>(params).run();
+  } else if (warp_id() < Config::kFirstSupply) {
+    Config::template share_registers<Config::kScoreRegisters>();
+    KeyValueScore<Config>{params.p}.run();
+  } else if (warp_id() < Config::kCourier) {
+    Config::template share_registers<Config::kSupplyRegisters>();
+    KeyValueSupply<Config>{params.p, false}.run();
+  } else {
+    Config::template share_registers<Config::kCourierRegisters>();
+    if (thread() == 32 * Config::kCourier) Courier<Config>{params}.run();
+  }
+}
+
+}  // namespace la
