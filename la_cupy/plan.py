@@ -49,8 +49,9 @@ _GRANULE_COST = 4.0  # microseconds that a block of `sweep` needs for a granule,
 _STATE_COST = 1.6  # the same of `accumulate`
 _STREAM_COSTS = {64: 1.3, 128: 2.2}  # of `stream`, by the wider of D and E
 _KEYS_COSTS = {64: 0.7, 128: 1.2}
-# `stream` multiplies a / b with lengths of rows and counts: 1e30 and 1e5 are in range then.
+# `stream` multiplies a / b, or a and b, with lengths of rows and counts: 1e30 and 1e5 are in range then.
 _FARTHEST = 1e3
+_ONE_CHUNK = "one chunk does not fill the warps that it has for several"
 _MAKES_VALUES = {"Forward": True, "GradV": True, "GradQ": False, "GradK": False}  # E columns, or D
 
 
@@ -145,7 +146,7 @@ class _Planner:
         if o.feature_map in EXPONENTIAL:
             return f"it has too few warps for the exponentials of feature_map={o.feature_map!r}"
         if self.positions(role in ("Forward", "GradQ"))[2] <= GRANULE:
-            return "one chunk does not fill the warps that it has for several"
+            return _ONE_CHUNK
         if o.b != 0 and abs(o.a) > _FARTHEST * abs(o.b):
             return f"it divides a by b, here {o.a:g} by {o.b:g}"
         return ""
@@ -388,12 +389,28 @@ class _Planner:
         return tuple(launch for launch in made if launch.grid)
 
     def key_value_spec(self) -> KeyValueSpec | None:
-        """What makes dk and dv in one walk; None where several heads of q share k and v."""
-        p, axes = self.p, self.arrays.state_axes
-        shared = prod(axes.sizes[i] for i in axes.group) > 1
-        if not self.causal or shared or self.positions(False)[2] <= GRANULE:
+        """What makes dk and dv in one walk, where there is such a kernel and nothing speaks against it."""
+        of = self.p.d, self.p.e, self.device
+        spec = key_value_spec(self.arith, "identity", *of) if self.causal else None
+        if spec is not None and (why := self.why_not_key_value()):
+            self.reasons.append(f"dk and dv are made in two walks: {why}")
             return None
-        return key_value_spec(self.arith, p.options.feature_map, p.d, p.e, self.device)
+        return spec
+
+    def why_not_key_value(self) -> str:
+        """What of the options, the heads and the length keeps dk and dv from being made in one walk."""
+        axes, o = self.arrays.state_axes, self.p.options
+        if o.feature_map != "identity":
+            return (
+                f"one walk makes them for the identity only, not for feature_map={o.feature_map!r}"
+            )
+        if prod(axes.sizes[i] for i in axes.group) > 1:
+            return "one walk does not sum over heads that share k and v"
+        if self.positions(False)[2] <= GRANULE:
+            return _ONE_CHUNK
+        if o.qk_norm is not None and not 1 / _FARTHEST <= max(abs(o.a), abs(o.b)) <= _FARTHEST:
+            return f"one walk multiplies a and b, here {o.a:g} and {o.b:g}, with lengths of rows"
+        return ""
 
     def walk_keys(
         self,

@@ -276,7 +276,7 @@ def _with_maps(
 ) -> Launch | None:
     """The launch of `stream`: its maps and their axes stand before the parameters of the walk.
 
-    None if there is no map of an array that it reads.
+    None if there is no map of an array that it reads, or of a result that it cannot write otherwise.
     """
     assert isinstance(launch.spec, StreamSpec | KeyValueSpec)
     role = launch.spec.role
@@ -292,8 +292,8 @@ def _with_maps(
         columns = problem.d if wide else problem.e
         made = TensorMap.of(tensor.dtype, columns, rows, tensor.row, lead, sizes)
         if made is None:
-            if name == "dst":
-                continue  # a caller's array for the result: it is written row by row
+            if name == "dst" and isinstance(launch.spec, StreamSpec):
+                continue  # then it is written row by row
             return None
         found, axes = made
         values[0]["axes"][which] = [*axes, *[-1] * (3 - len(axes)), 1]

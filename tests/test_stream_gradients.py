@@ -1,0 +1,345 @@
+"""The gradients on `stream` and `stream_key_value`, executed by the emulation; see test_stream.py."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import Case, Inputs, check, make_inputs, name_results
+from emulation import runner
+from emulation.backend import H200
+from plans import plans, record, sums
+from test_kernels_emulated import Emulation
+from test_stream import (
+    FACTORS,
+    ONE_BLOCK,
+    SIZES,
+    TWO_BLOCKS,
+    a_case,
+    causal_or_not,
+    parts,
+    scaled,
+    shifted,
+)
+
+from la_cupy import reference
+from la_cupy.device import DeviceInfo
+from la_cupy.kernels import StreamedSpec
+from la_cupy.plan import Plan
+from la_cupy.problem import backward_problem
+from la_cupy.records import Launch, suited
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
+
+
+def gradients(
+    case: Case, x: Inputs, device: DeviceInfo = TWO_BLOCKS, order: str = "forward", **backend: Any
+) -> tuple[dict[str, Any], Plan]:
+    """The results of the backward pass with den made again, and how they were made."""
+    emulation = Emulation(device, order=order, **backend)
+    options = {**case.options, "initial_state": x.initial_state}
+    problem = backward_problem(x.dout, x.q, x.k, x.v, dstate=x.dstate, **options)
+    made = emulation.vjp(problem, x.dout, x.q, x.k, x.v, None, x.initial_state, x.dstate)
+    return name_results(grads=made), emulation.plans[-1]
+
+
+def check_gradients(case: Case, x: Inputs, results: dict[str, Any]) -> None:
+    options = {**case.reference_options, "initial_state": x.initial_state}
+    made = reference.linear_attention_vjp(x.dout, x.q, x.k, x.v, dstate=x.dstate, **options)
+    check(case, x, results, name_results(grads=made))
+
+
+def streamed(plan: Plan) -> dict[str, Launch]:
+    """The launches on `stream` and `stream_key_value` that make gradients, by their roles."""
+    found = [x for x in plan.launches if isinstance(x.spec, StreamedSpec) and not sums(x.spec)]
+    return {x.spec.role: x for x in found if x.spec.role != "Forward"}
+
+
+def roles(causal: bool) -> set[str]:
+    return {"GradQ", "GradKV"} if causal else {"GradQ"}
+
+
+def run_and_check(
+    case: Case, device: DeviceInfo = TWO_BLOCKS, order: str = "forward", x: Inputs | None = None
+) -> dict[str, Launch]:
+    """The case holds, on the kernels of this file; returns their launches."""
+    x = make_inputs(case) if x is None else x
+    results, plan = gradients(case, x, device, order)
+    found = streamed(plan)
+    assert set(found) == roles(case.causal), str(plan)
+    check_gradients(case, x, results)
+    return found
+
+
+# --- blocks with several parts, lengths, widths, options
+
+
+@pytest.mark.parametrize("order", runner.ORDERS)
+@pytest.mark.parametrize("n", [70, 130, 250])
+@causal_or_not
+def test_a_block_goes_from_part_to_part(causal: bool, n: int, order: str) -> None:
+    """Of two, three and four chunks; more parts than are described ahead."""
+    device = ONE_BLOCK if order == "forward" else TWO_BLOCKS
+    case = a_case(n, lead=(5, 4), causal=causal, initial="full", dstate="full")
+    for launch in run_and_check(case, device, order).values():
+        assert launch.grid == device.multiprocessors and parts(launch) == 20
+
+
+@pytest.mark.parametrize("n,m", [(100, 230), (230, 100), (40, 170), (170, 40), (70, 1)])
+@causal_or_not
+def test_queries_and_keys_of_other_lengths(causal: bool, n: int, m: int) -> None:
+    case = a_case(n, m, lead=(3,), causal=causal, initial="full", dstate="full")
+    x = make_inputs(case)
+    results, plan = gradients(case, x, ONE_BLOCK)
+    assert set(streamed(plan)) == (roles(causal) if causal or n > 64 else set())
+    check_gradients(case, x, results)
+
+
+WIDTHS = [
+    (128, 128),
+    (64, 64),
+    (8, 8),
+    (72, 80),
+    (128, 104),
+    (64, 128),
+    (128, 40),
+    (33, 17),
+    (24, 9),
+]
+
+
+@pytest.mark.parametrize(
+    "causal,d,e", [*((True, *both) for both in WIDTHS), (False, 128, 40), (False, 33, 17)]
+)
+def test_widths(causal: bool, d: int, e: int) -> None:
+    """One walk makes dk and dv where D and E are padded to one width, and both have maps."""
+    case = a_case(150, d=d, e=e, lead=(3,), causal=causal, initial="full", layout="fused")
+    x = make_inputs(case)
+    results, plan = gradients(case, x, ONE_BLOCK)
+    one_walk = causal and (d > 64) == (e > 64) and d % 8 == e % 8 == 0
+    assert set(streamed(plan)) == {"GradQ"} | ({"GradKV"} if one_walk else set()), str(plan)
+    check_gradients(case, x, results)
+
+
+@pytest.mark.parametrize("norm", ["l2", None])
+@pytest.mark.parametrize("feature_map", ["identity", "relu"])
+@pytest.mark.parametrize("normalize", [False, True], ids=["", "normalised"])
+@causal_or_not
+def test_options(causal: bool, normalize: bool, feature_map: str, norm: str | None) -> None:
+    of = {"qk_norm": norm, "feature_map": feature_map, "normalize": normalize, "b": 0.3}
+    case = a_case(130, causal=causal, initial="full", dstate="full", data="positive", **of)
+    x = make_inputs(case)
+    results, plan = gradients(case, x)
+    plain = feature_map == "identity"
+    assert set(streamed(plan)) == (roles(causal) if plain else {"GradQ"}), str(plan)
+    check_gradients(case, x, results)
+
+
+@pytest.mark.parametrize("dstate", [None, "full", "shared"])
+@pytest.mark.parametrize("initial", [None, "full", "shared", "wide"])
+def test_states(initial: str | None, dstate: str | None) -> None:
+    run_and_check(a_case(130, lead=(2, 2), causal=True, initial=initial, dstate=dstate))
+
+
+@pytest.mark.parametrize("data", ["biased", "mean16", "offset"])
+@pytest.mark.parametrize("initial", [None, "full"])
+def test_values_far_from_zero(data: str, initial: str | None) -> None:
+    of = {"causal": True, "initial": initial, "dstate": initial, "data": data}
+    run_and_check(a_case(300, lead=(2,), **of))
+
+
+@pytest.mark.parametrize("n,m", [(2500, 2500), (1500, 2300), (2300, 1500)])
+def test_segments(n: int, m: int) -> None:
+    """What the chunks of a segment add up to crosses from launch to launch."""
+    case = a_case(n, m, lead=(1,), causal=True, data="biased", initial="full", dstate="full")
+    for launch in run_and_check(case, H200).values():
+        assert record(launch)["segments"] > 1
+    for launch in run_and_check(case, ONE_BLOCK).values():
+        assert record(launch)["segments"] == 1
+
+
+def test_gradients_of_inputs_that_broadcast() -> None:
+    n = 130
+    shapes = {"q": (2, 3, n, 16), "k": (2, 3, n, 16), "v": (1, 3, n, 24)}
+    run_and_check(a_case(n, causal=True, **shapes))
+    run_and_check(a_case(n, causal=True, **shapes | {"q": (1, 3, n, 16)}))
+
+
+def test_heads_that_share_keys() -> None:
+    """Only dq is made on `stream`."""
+    n = 130
+    case = a_case(n, q=(1, 2, n, 16), k=(1, 1, n, 16), v=(1, 1, n, 24), causal=True)
+    x = make_inputs(case)
+    results, plan = gradients(case, x)
+    assert set(streamed(plan)) == {"GradQ"}
+    check_gradients(case, x, results)
+
+
+# --- extremes
+
+
+@pytest.mark.parametrize("a,b", [*FACTORS, (2.0, -0.5)])
+@pytest.mark.parametrize("normalize", [False, True], ids=["", "normalised"])
+@causal_or_not
+def test_factors(causal: bool, normalize: bool, a: float, b: float) -> None:
+    if not normalize and max(abs(a), abs(b)) > 1e29:
+        a, b = a * 1e-3, b * 1e-3  # the largest float is near
+    data = "positive" if abs(a) < 1e-10 * abs(b) else "normal"  # else weights add up to nothing
+    case = a_case(70, causal=causal, a=a, b=b, normalize=normalize, initial="full", data=data)
+    x = make_inputs(case)
+    results, _ = gradients(case, x)
+    check_gradients(case, x, results)
+    if b == 0:
+        assert not results["dk"].any()
+        assert not results["dq"].any() or abs(a) > 1
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@causal_or_not
+def test_rows_of_any_length(causal: bool, sizes: str) -> None:
+    case = a_case(150, lead=(2,), d=40, causal=causal, initial="full")
+    x = scaled(case, SIZES[sizes])
+    results, plan = gradients(case, x)
+    assert set(streamed(plan)) == roles(causal)
+    check_gradients(case, x, results)
+
+
+ZERO_KEYS = pytest.mark.xfail(reason="stream_key_value takes the length of a zero row for 1")
+
+
+def zero_rows(x: Inputs, which: str) -> Inputs:
+    """With every third row of q or k, from the fifth on, exactly 0."""
+    rows = getattr(x, which).copy()
+    rows[..., 5::3, :] = 0
+    return x._replace(**{which: rows})
+
+
+@causal_or_not
+def test_factors_and_rows_of_any_length(causal: bool) -> None:
+    factors = ((1e6, -1e-6), (-1e3, 1.0), (1e-30, 1e-33), (0.0, 1e-6), (1e-6, 1e6), (1e30, 1e28))
+    for a, b in factors:
+        case = a_case(70, causal=causal, initial="full", a=a, b=b, data="positive")
+        for sizes in ("longest", "shortest", "mixed"):
+            x = scaled(case, SIZES[sizes])
+            check_gradients(case, x, gradients(case, x)[0])
+
+
+@pytest.mark.parametrize(
+    "which,norm",
+    [("q", "l2"), ("q", None), ("k", None), pytest.param("k", "l2", marks=ZERO_KEYS)],
+)
+def test_rows_of_zeros(which: str, norm: str | None) -> None:
+    """A zero vector has a zero vector for its norm, and no gradient through it."""
+    case = a_case(130, causal=True, initial="full", data="positive", qk_norm=norm)
+    x = zero_rows(make_inputs(case), which)
+    results, _ = gradients(case, x)
+    check_gradients(case, x, results)
+    if norm is not None:
+        assert not results[f"d{which}"][..., 5::3, :].any()
+
+
+@causal_or_not
+def test_rows_that_are_not_finite_stay_in_their_head(causal: bool) -> None:
+    """Also where the next part of the block has other heads."""
+    case = a_case(100, lead=(5,), causal=causal, initial="full")
+    x = make_inputs(case)
+    expected, _ = gradients(case, x, ONE_BLOCK)
+    for name, value in (("q", np.nan), ("k", np.inf), ("v", np.nan), ("dout", np.inf)):
+        broken = getattr(x, name).copy()
+        broken[2, 50] = value
+        results, _ = gradients(case, x._replace(**{name: broken}), ONE_BLOCK)
+        for result, found in results.items():
+            others = [0, 1, 3, 4]
+            assert found[others].tobytes() == expected[result][others].tobytes(), (name, result)
+
+
+# --- arrays without maps
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout", "all"])
+@causal_or_not
+def test_arrays_off_by_an_element(causal: bool, which: str) -> None:
+    """What has maps by its strides, but not by its address, runs on `sweep`, with the same results."""
+    case = a_case(150, lead=(3,), causal=causal, initial="full")
+    x = make_inputs(case)
+    names = ("q", "k", "v", "dout") if which == "all" else (which,)
+    results, plan = gradients(
+        case, x._replace(**{name: shifted(getattr(x, name)) for name in names})
+    )
+    found = streamed(plan)
+    assert set(found) == roles(causal)
+    addresses = dict.fromkeys((name for x in plan.launches for _, name, _ in x.pointers), 1 << 20)
+    for launch in found.values():
+        assert suited(launch, addresses) == (launch,)
+        for name in names:
+            chosen = suited(launch, addresses | {name: (1 << 20) + 2})
+            read = causal or name in ("q", "dout")
+            assert chosen == (launch.instead if read else (launch,))
+        assert {y.spec.source for y in launch.instead} == {"sweep.cu"}
+    check_gradients(case, x, results)
+    aligned, _ = gradients(case, x)
+    if causal:
+        differ = {
+            name for name in ("dq", "dk") if aligned[name].tobytes() != results[name].tobytes()
+        }
+        assert differ == {"dq", "dk"}, "not by another kernel"
+
+
+@pytest.mark.parametrize("layout", ["swapaxes", "fused", "reversed", "unaligned"])
+@causal_or_not
+def test_layouts(causal: bool, layout: str) -> None:
+    case = a_case(130, lead=(2, 2), causal=causal, layout=layout, initial="full", dstate="full")
+    x = make_inputs(case)
+    results, plan = gradients(case, x)
+    if layout in ("swapaxes", "fused"):
+        assert set(streamed(plan)) == roles(causal)
+    if layout == "reversed":
+        assert not streamed(plan)
+        assert any("GradQ has no tensor maps" in reason for reason in plan.reasons)
+        assert any("GradKV has no tensor maps" in reason for reason in plan.reasons) == causal
+    check_gradients(case, x, results)
+
+
+def test_reads_stay_inside_the_inputs() -> None:
+    for causal, side in ((True, "before"), (True, "behind"), (False, "before"), (False, "behind")):
+        for d, n in ((16, 100), (40, 33)):
+            case = a_case(n, n + 30, d=d, causal=causal, lead=(2,))
+            x = make_inputs(case)
+            fenced = x.map(lambda array, side=side: runner.fenced(array, side))
+            expected, found = gradients(case, x)[0], gradients(case, fenced)[0]
+            for name in expected:
+                assert expected[name].tobytes() == found[name].tobytes(), name
+
+
+# --- what a plan takes
+
+
+def reasons(*shape: Any, **options: Any) -> tuple[set[str], str]:
+    """The roles on `stream` in the backward pass on an H200, and the plan's reasons."""
+    plan = plans(H200, *shape, **{"causal": True} | options)[1]
+    return set(streamed(plan)), "\n".join(plan.reasons)
+
+
+def test_a_plan_says_why_dk_and_dv_take_two_walks() -> None:
+    shape = (3, 2), 300, None, 64
+    assert reasons(*shape) == ({"GradQ", "GradKV"}, "")
+    found, why = reasons(*shape, causal=False)
+    assert found == {"GradQ"} and "walks" not in why
+    assert reasons(*shape[:3], 72, 80)[0] == {"GradQ", "GradKV"}
+    assert reasons(*shape[:3], 64, 80)[0] == {"GradQ"}
+    assert reasons(*shape[:3], 129) == (set(), "")
+    for dtype in ("float16", "float32", "float64"):
+        assert reasons(*shape, dtype=dtype)[0] == set()
+    found, why = reasons(*shape, feature_map="relu")
+    assert found == {"GradQ"} and "two walks" in why and "feature_map='relu'" in why
+    found, why = reasons(*shape, feature_map="exp")
+    assert found == set() and "two walks" in why and "GradQ does not run on `stream`" in why
+    found, why = reasons(*shape, kv_lead=(3, 1))
+    assert found == {"GradQ"} and "two walks: one walk does not sum over heads" in why
+    found, why = reasons(*shape, a=1e4)
+    assert found == set() and "one walk multiplies a and b, here 10000 and 1," in why
+    assert reasons(*shape, a=1e4, qk_norm=None, b=1e4)[0] == {"GradQ", "GradKV"}
+    found, why = reasons((3, 2), 64, None, 64)
+    assert found == set() and why.count("one chunk does not fill") == 2
