@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -370,11 +369,6 @@ def watch(case: Case, device: DeviceInfo, **backend: Any) -> dict[str, Any]:
     return results
 
 
-@cache
-def unbroken(which: int) -> dict[str, Any]:
-    return watch(*WATCHED[which])
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_noticed(fault: str) -> None:
     replaced = broken(*FAULTS[fault])
@@ -385,43 +379,3 @@ def test_a_fault_is_noticed(fault: str) -> None:
             assert "g++" not in str(error), error
             return
     pytest.fail(f"{fault}: makes no difference")
-
-
-STEP = (
-    r"(?<![\w>] )(Pipe::wait\w*|fence_async|tma_wait_read|sync|sync_block|wgmma_fence)\([^;{]*\);"
-)
-UNSEEN = {
-    # A description stands so long before its part begins that no order of the threads comes too early.
-    "state.cuh": (0,),
-    "score.cuh": (0,),
-    # The lines behind the rows are fenced again by who writes others (the machine takes a fence for all threads').
-    "pipe.cuh": (0,),
-    # Between reading a row and writing it, no thread gives way to one that clears it.
-    "supply.cuh": (1,),
-}
-"""Steps that the hardware needs, and of which the emulation cannot see that they are missing."""
-
-
-def steps() -> list[tuple[str, int]]:
-    """Every place where warps of `stream` wait for each other, or vouch for what they have written."""
-    found = []
-    for path in sorted((runner.KERNELS / "stream").glob("*.cuh")):
-        count = len(re.findall(STEP, path.read_text()))
-        found += [(path.name, i) for i in range(count) if i not in UNSEEN.get(path.name, ())]
-    return found
-
-
-@pytest.mark.parametrize("file,index", steps())
-def test_a_missing_step_is_noticed(file: str, index: int) -> None:
-    """In one of the orders: by a fault of the machine, or by a result that changes."""
-    replaced = broken(file, STEP, ";", index)
-    for which, order in product(range(len(WATCHED)), runner.ORDERS):
-        try:
-            found = watch(*WATCHED[which], replace=replaced, order=order)
-        except (AssertionError, RuntimeError) as error:
-            assert "g++" not in str(error), error
-            return
-        right = unbroken(which)
-        if any(found[name].tobytes() != right[name].tobytes() for name in right):
-            return
-    pytest.fail(f"step {index} of {file} makes no difference")
