@@ -1,8 +1,9 @@
 """From names, strides and sizes to the bytes of a launch's parameters."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from .kernels import (
     ScanSpec,
     Spec,
     StateSpec,
-    StreamSpec,
+    StreamedSpec,
     SweepSpec,
     WalkSpec,
 )
@@ -139,7 +140,10 @@ def merge(axes: Axes, strides: list[Strides]) -> tuple[list[int], int, list[list
 
 
 class _Record:
-    """A record under construction, with the places where addresses belong."""
+    """A record under construction, with the places where addresses belong.
+
+    Fields of a walk are called by their names in Params, also where the record is one of `stream`.
+    """
 
     def __init__(self, dtype: np.dtype, state_dtype: str) -> None:
         self.dtype = dtype
@@ -147,17 +151,29 @@ class _Record:
         self.itemsize = dtypes.ITEMSIZE[state_dtype]
         self.pointers: list[tuple[int, str, int]] = []
         self.aligned: list[tuple[int, str, int]] = []
+        self.maps: list[tuple[int, str, TensorMap]] = []
+
+    @property
+    def walk(self) -> Any:
+        """The parameters of a walk, before which stands what only `stream` has."""
+        return self.values[0]["p"] if self.dtype is STREAM_PARAMS else self.values[0]
+
+    def _own(self, name: str) -> bool:
+        return name in (self.dtype.names or ())
+
+    def field(self, name: str) -> Any:
+        return self.values[0][name] if self._own(name) else self.walk[name]
 
     def offset(self, *path: str) -> int:
         at, dtype = 0, self.dtype
-        for name in path:
+        for name in path if self._own(path[0]) else ("p", *path):
             assert dtype.fields is not None
             dtype, inner = dtype.fields[name][:2]
             at += inner
         return at
 
     def tensor(self, name: str, tensor: Tensor, lead: list[int], packet: int) -> None:
-        record = self.values[0][name]
+        record = self.field(name)
         record["lead"][: len(lead)] = lead
         record["row"] = tensor.row
         record["dtype"] = DTYPE_CODES[tensor.dtype]
@@ -166,20 +182,26 @@ class _Record:
             size = packet * dtypes.ITEMSIZE[tensor.dtype]
             self.aligned.append((self.offset(name, "aligned"), tensor.buffer, size))
 
+    def map(self, name: str, tensor: Tensor, found: TensorMap, axes: tuple[int, ...]) -> None:
+        """The map of an array of `stream`, and which leading axes it has."""
+        which = MAPS.index(name)
+        self.values[0]["axes"][which] = [*axes, *[-1] * (3 - len(axes)), 1]
+        self.maps.append((which * MAP_BYTES, tensor.buffer, found))
+
     def rows(self, name: str, ref: RowRef, lead: list[int]) -> None:
-        self.values[0][name]["lead"][: len(lead)] = lead
+        self.field(name)["lead"][: len(lead)] = lead
         self.pointers.append((self.offset(name, "data"), ref.buffer, 0))
 
     def state(self, name: str, ref: StateRef, leads: list[list[int]]) -> None:
         for field, buffer, lead, shift in zip(
             STATE_FIELDS, ref.buffers, leads, ref.shifts, strict=True
         ):
-            self.values[0][name][f"{field}_lead"][: len(lead)] = lead
+            self.field(name)[f"{field}_lead"][: len(lead)] = lead
             self.pointers.append((self.offset(name, field), buffer, shift * self.itemsize))
 
     def launch(self, spec: Spec, grid: int) -> Launch:
-        pointers, aligned = tuple(self.pointers), tuple(self.aligned)
-        return Launch(spec, grid, self.values.tobytes(), pointers, aligned)
+        pointers, aligned, maps = tuple(self.pointers), tuple(self.aligned), tuple(self.maps)
+        return Launch(spec, grid, self.values.tobytes(), pointers, aligned, maps)
 
 
 @dataclass(frozen=True)
@@ -200,60 +222,75 @@ class Course:
         return -(-self.chunks // self.each) if self.chunks else 1
 
 
-def walk_launch(
-    problem: Problem,
-    spec: SweepSpec | StateSpec,
-    axes: Axes,
-    course: Course,
-    tensors: dict[str, Tensor],
-    rows: dict[str, RowRef],
-    states: dict[str, StateRef],
-) -> Launch:
+@dataclass(frozen=True)
+class Walk:
+    """A walk over the sequence: the course, and the arrays by the names of its parameters.
+
+    Of the tensors, "second" is the other result of a kernel that makes two: dv, where "dst" is dk.
+    """
+
+    axes: Axes
+    course: Course
+    tensors: dict[str, Tensor]
+    rows: dict[str, RowRef]
+    states: dict[str, StateRef]
+
+    @property
+    def grid(self) -> int:
+        """Parts that blocks of their own may have."""
+        return self.axes.heads * self.course.segments * self.course.splits
+
+
+def walk_launch(problem: Problem, spec: SweepSpec | StateSpec, walk: Walk) -> Launch:
     """The launch of `sweep` or `accumulate`."""
-    return _walk(problem, spec, axes, course, tensors, rows, states)[0]
+    record = _Record(PARAMS, problem.state_dtype)
+    _put_walk(record, problem, spec, walk)
+    return record.launch(spec, walk.grid)
 
 
-def stream_launch(
-    problem: Problem,
-    spec: StreamSpec | KeyValueSpec,
-    axes: Axes,
-    course: Course,
-    tensors: dict[str, Tensor],
-    rows: dict[str, RowRef],
-    states: dict[str, StateRef],
-    most: int,
-) -> Launch | None:
+def stream_launch(problem: Problem, spec: StreamedSpec, walk: Walk, most: int) -> Launch | None:
     """The launch of `stream`, of `most` blocks at most: they go on from part to part.
 
-    None if there is no map of an array that it reads.
+    None if there is no map of an array that it reads, or of a result that it has to write by one.
     """
-    launch, merged, sizes = _walk(problem, spec, axes, course, tensors, rows, states)
-    return _with_maps(replace(launch, grid=min(launch.grid, most)), problem, tensors, merged, sizes)
+    record = _Record(STREAM_PARAMS, problem.state_dtype)
+    sizes, leads = _put_walk(record, problem, spec, walk)
+    for name, tensor in walk.tensors.items():
+        rows, columns = _shape(problem, spec, name)
+        made = TensorMap.of(tensor.dtype, columns, rows, tensor.row, leads[name], sizes)
+        if made is not None:
+            record.map(name, tensor, *made)
+        elif name != "dst" or isinstance(spec, KeyValueSpec):  # `stream` can write row by row
+            return None
+    return record.launch(spec, min(walk.grid, most))
 
 
-def _walk(
-    problem: Problem,
-    spec: WalkSpec | StateSpec,
-    axes: Axes,
-    course: Course,
-    tensors: dict[str, Tensor],
-    rows: dict[str, RowRef],
-    states: dict[str, StateRef],
-) -> tuple[Launch, list[list[int]], list[int]]:
-    leads = [t.lead for t in tensors.values()] + [r.lead for r in rows.values()]
-    leads += [lead for s in states.values() for lead in s.leads]
-    sizes, outer, merged = merge(axes, leads)
-    record = _Record(PARAMS, problem.state_dtype)
+def _shape(problem: Problem, spec: StreamedSpec, name: str) -> tuple[int, int]:
+    """Rows and columns of an array of `stream`."""
+    if name == "dst":
+        name = {"Forward": "dout", "GradQ": "q", "GradKV": "k"}[spec.role]
+    elif name == "second":
+        name = "v"
+    rows = problem.m if name in ("k", "v") else problem.n
+    return rows, problem.d if name in ("q", "k") else problem.e
+
+
+def _put_walk(
+    record: _Record, problem: Problem, spec: WalkSpec | StateSpec, walk: Walk
+) -> tuple[list[int], dict[str, list[int]]]:
+    """Fill in a walk; returns the sizes of the leading axes, and the tensors' strides on them."""
+    strides = [t.lead for t in walk.tensors.values()] + [r.lead for r in walk.rows.values()]
+    strides += [lead for s in walk.states.values() for lead in s.leads]
+    sizes, outer, merged = merge(walk.axes, strides)
+    leads = dict(zip(walk.tensors, merged, strict=False))
     taken = iter(merged)
-    for name, tensor in tensors.items():
-        lead = next(taken)
-        if name in PARAMS.names:  # type: ignore[operator]
-            record.tensor(name, tensor, lead, 16 // spec.element)
-    for name, ref in rows.items():
+    for name, tensor in walk.tensors.items():
+        record.tensor(name, tensor, next(taken), 16 // spec.element)
+    for name, ref in walk.rows.items():
         record.rows(name, ref, next(taken))
-    for name, state in states.items():
+    for name, state in walk.states.items():
         record.state(name, state, [next(taken) for _ in STATE_FIELDS])
-    p, options = record.values[0], problem.options
+    p, options, course = record.walk, problem.options, walk.course
     p["size"][: len(sizes)] = sizes
     p["outer"], p["rank"] = outer, len(sizes)
     p["n"], p["m"], p["d"], p["e"] = problem.n, problem.m, problem.d, problem.e
@@ -264,50 +301,7 @@ def _walk(
     p["levelled"], p["phase"] = course.levelled, PHASES[course.phase]
     p["a"], p["b"] = options.a, options.b
     p["a_float"], p["b_float"] = options.a, options.b
-    return record.launch(spec, axes.heads * course.segments * course.splits), merged, sizes
-
-
-def _with_maps(
-    launch: Launch,
-    problem: Problem,
-    tensors: dict[str, Tensor],
-    merged: list[list[int]],
-    sizes: list[int],
-) -> Launch | None:
-    """The launch of `stream`: its maps and their axes stand before the parameters of the walk.
-
-    None if there is no map of an array that it reads, or of a result that it cannot write otherwise.
-    """
-    assert isinstance(launch.spec, StreamSpec | KeyValueSpec)
-    role = launch.spec.role
-    values = np.zeros(1, STREAM_PARAMS)
-    values[0]["p"] = np.frombuffer(launch.record, PARAMS)[0]
-    maps = []
-    extra: tuple[tuple[int, str, int], ...] = ()
-    for (name, tensor), lead in zip(tensors.items(), merged, strict=False):
-        which = MAPS.index(name)
-        wide = name in ("q", "k") or (name == "dst" and role in ("GradQ", "GradKV"))
-        by_key = name in ("k", "v", "second") or (name == "dst" and role == "GradKV")
-        rows = problem.m if by_key else problem.n
-        columns = problem.d if wide else problem.e
-        made = TensorMap.of(tensor.dtype, columns, rows, tensor.row, lead, sizes)
-        if made is None:
-            if name == "dst" and isinstance(launch.spec, StreamSpec):
-                continue  # then it is written row by row
-            return None
-        found, axes = made
-        values[0]["axes"][which] = [*axes, *[-1] * (3 - len(axes)), 1]
-        maps.append((which * MAP_BYTES, tensor.buffer, found))
-        if name == "second":
-            part = values[0]["second"]
-            part["lead"][: len(lead)], part["row"] = lead, tensor.row
-            second = STREAM_PARAMS.fields["second"][1]  # type: ignore[index]
-            extra = ((second, tensor.buffer, 0),)
-    shift = STREAM_PARAMS.fields["p"][1]  # type: ignore[index]
-    pointers = tuple((at + shift, name, added) for at, name, added in launch.pointers)
-    aligned = tuple((at + shift, name, size) for at, name, size in launch.aligned)
-    pointers += extra
-    return Launch(launch.spec, launch.grid, values.tobytes(), pointers, aligned, tuple(maps))
+    return sizes, leads
 
 
 def scan_launch(

@@ -22,7 +22,8 @@ from test_kernels_emulated import Emulation
 from la_cupy import reference
 from la_cupy.device import DeviceInfo
 from la_cupy.kernels import StreamSpec
-from la_cupy.plan import GRANULE, Plan
+from la_cupy.plan import Plan
+from la_cupy.planner import GRANULE
 from la_cupy.problem import forward_problem
 from la_cupy.records import Launch, suited
 

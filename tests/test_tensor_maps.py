@@ -14,7 +14,8 @@ from specialisations import H200
 
 from la_cupy import tensor_maps
 from la_cupy.layouts import lead_strides
-from la_cupy.plan import GRANULE, forward_plan
+from la_cupy.plan import forward_plan
+from la_cupy.planner import GRANULE
 from la_cupy.problem import forward_problem
 from la_cupy.tensor_maps import ALIGNMENT, BOX, TensorMap, encode
 

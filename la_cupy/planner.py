@@ -1,0 +1,406 @@
+"""The launches of a call, one after the other: what forward and backward have in common."""
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from .device import DeviceInfo
+from .kernels import (
+    EXPONENTIAL,
+    KEYS,
+    KeyValueSpec,
+    StateSpec,
+    StreamedSpec,
+    StreamSpec,
+    SweepSpec,
+    WalkSpec,
+    arithmetic,
+    key_value_spec,
+    resident_blocks,
+    state_spec,
+    stream_spec,
+    sweep_spec,
+)
+from .layouts import Arrays, Buffer
+from .params import DOTS
+from .problem import Problem
+from .records import (
+    Axes,
+    Course,
+    Launch,
+    RowRef,
+    StateRef,
+    Tensor,
+    Walk,
+    relevel_launch,
+    scan_launch,
+    stream_launch,
+    walk_launch,
+)
+
+GRANULE = 64
+"""Segments are cut at multiples of this many positions, which every chunk length divides."""
+
+_LAUNCH_COST = 8.0  # microseconds that a further launch takes, ramp and drain included
+_GRANULE_COST = 4.0  # microseconds that a block of `sweep` needs for a granule, about
+_STATE_COST = 1.6  # the same of `accumulate`
+_STREAM_COSTS = {64: 1.3, 128: 2.2}  # of `stream`, by the wider of D and E
+_KEYS_COSTS = {64: 0.7, 128: 1.2}
+# `stream` multiplies a / b, or a and b, with lengths of rows and counts: 1e30 and 1e5 are in range then.
+_FARTHEST = 1e3
+_ONE_CHUNK = "one chunk does not fill the warps that it has for several"
+_BY_QUERY = ("Forward", "GradQ")  # whose rows are queries
+_MAKES_VALUES = {"Forward": True, "GradV": True, "GradQ": False, "GradK": False}  # E columns, or D
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The segments of a walk, and the state with which each begins."""
+
+    length: int  # positions in a segment
+    start: StateRef | None
+    pieces: int = 0  # slots of `start` that a segment has; 0: there is one state for all
+
+    @property
+    def states(self) -> dict[str, StateRef]:
+        return {} if self.start is None else {"start": self.start}
+
+
+class Planner:
+    """Adds launch after launch; what forward and backward have in common."""
+
+    def __init__(self, problem: Problem, device: DeviceInfo) -> None:
+        self.p = problem
+        self.device = device
+        self.arrays = Arrays(problem)
+        self.arith = arithmetic(problem.compute, problem.options.precision)
+        self.launches: list[Launch] = []
+        self.reasons: list[str] = []
+        # With no query there is nothing to mask, and no head to walk for.
+        self.causal = problem.options.causal and prod(problem.lead) > 0
+
+    def spec(self, role: str) -> SweepSpec | StreamSpec:
+        p, o = self.p, self.p.options
+        widths = p.d, p.e, self.causal, self.device
+        if stream_spec(role, self.arith, "identity", *widths) is None:
+            return self.sweep_spec(role)
+        why = self.why_not_stream(role)
+        stream = None if why else stream_spec(role, self.arith, o.feature_map, *widths)
+        if stream is not None:
+            return stream
+        self.reasons.append(f"{role} does not run on `stream`: {why}")
+        return self.sweep_spec(role)
+
+    def why_not_stream(self, role: str) -> str:
+        """What of the options and the length keeps a walk from it that could be one of `stream`."""
+        o = self.p.options
+        if o.feature_map in EXPONENTIAL:
+            return f"it has too few warps for the exponentials of feature_map={o.feature_map!r}"
+        if self.positions(role in _BY_QUERY)[2] <= GRANULE:
+            return _ONE_CHUNK
+        if o.b != 0 and abs(o.a) > _FARTHEST * abs(o.b):
+            return f"it divides a by b, here {o.a:g} by {o.b:g}"
+        return ""
+
+    def sweep_spec(self, role: str) -> SweepSpec:
+        p, axes = self.p, self.axes(role)
+        shared = prod(axes.sizes[i] for i in axes.group) > 1
+        of = role, self.arith, p.options.feature_map, p.d, p.e, self.causal, self.device
+        spec = sweep_spec(*of, shared=shared)
+        if shared and (alone := sweep_spec(*of)).arith != spec.arith:
+            self.reasons.append(
+                f"{role} sums over the heads that share k and v, which {spec.arith} does and "
+                f"{alone.arith} does not"
+            )
+        return spec
+
+    def axes(self, role: str) -> Axes:
+        return self.arrays.query_axes if role in _BY_QUERY else self.arrays.state_axes
+
+    def splits(self, spec: WalkSpec) -> int:
+        if isinstance(spec, KeyValueSpec):
+            return 1
+        width = self.p.e if _MAKES_VALUES[spec.role] else self.p.d
+        return -(-width // spec.columns)
+
+    def positions(self, queries: bool) -> tuple[int, int, int]:
+        """(origin, query_shift, length) of a walk over queries or keys; see params.cuh."""
+        p = self.p
+        if not self.causal:
+            return 0, 0, p.n if queries else p.m
+        shift = p.m - p.n
+        return min(0, shift), shift, p.m - min(0, shift)
+
+    def segment(
+        self, blocks: int, resident: int, length: int, cost: float, prepass: float | None
+    ) -> int:
+        """Positions in a segment: the length of least time for `blocks` blocks a segment.
+
+        `cost` is that of a granule, `prepass` the same of the pre-pass, if there must be one.
+        """
+        granules = -(-length // GRANULE)
+        if blocks == 0 or granules < 2:
+            return max(1, granules) * GRANULE
+        # Enough pieces for two rounds of blocks; beyond that only the overheads grow.
+        most = min(granules, max(1, 2 * resident // blocks))
+
+        def time(count: int) -> float:
+            rounds = -(-blocks * count // resident)
+            walk = rounds * -(-granules // count) * cost + 0.5 * rounds
+            if prepass is None or count == 1:
+                return walk
+            share = prepass * granules * blocks / resident
+            return walk + share * (count - 1) / count + 2 * _LAUNCH_COST
+
+        count = min(range(1, most + 1), key=time)
+        return -(-granules // count) * GRANULE
+
+    @staticmethod
+    def granule_cost(spec: WalkSpec | StateSpec) -> float:
+        """Microseconds that a block needs for a granule, where all of the GPU is busy."""
+        if isinstance(spec, StreamSpec):
+            costs = _STREAM_COSTS if spec.has_rows else _KEYS_COSTS
+            return costs[max(spec.inner, spec.columns)]
+        return _STATE_COST if isinstance(spec, StateSpec) else _GRANULE_COST
+
+    def walk_segment(self, spec: WalkSpec) -> int:
+        """Positions in a segment of the walk of `spec`."""
+        blocks = self.axes(spec.role).heads * self.splits(spec)
+        resident = resident_blocks(spec, self.device)
+        length = self.positions(spec.role in _BY_QUERY)[2]
+        prepass = self.granule_cost(self.prepass_spec(spec.role in ("GradV", "GradK")))
+        segment = self.segment(
+            blocks, resident, length, self.granule_cost(spec), prepass if self.causal else None
+        )
+        if segment < length:
+            self.reasons.append(
+                f"{spec.role} has {blocks} blocks for {resident} places, so that its sequence is cut "
+                f"into {-(-length // segment)} segments"
+            )
+        return segment
+
+    def states(
+        self,
+        name: str,
+        is_reversed: bool,
+        segment: int,
+        rows: dict[str, RowRef],
+        start: StateRef | None,
+        total: StateRef | None,
+    ) -> Cut:
+        """Pre-pass and scan: a slot for each segment, with the state before it (behind, reversed).
+
+        The segment that is last in the walk is only summed for the total. Where there are too few
+        segments for the GPU, they are summed in several pieces.
+        """
+        p, length_of_segment = self.p, segment
+        origin, shift, length = self.positions(is_reversed)
+        pieces = max(1, -(-length // segment))
+        fine = 1
+        if total is None and not is_reversed and pieces > 1:
+            spec = self.prepass_spec(False)
+            blocks = self.state_blocks(spec) * (pieces - 1)
+            room = max(1, resident_blocks(spec, self.device) // max(1, blocks))
+            granules = segment // GRANULE
+            fine = max(i for i in range(1, room + 1) if granules % i == 0)
+        segment, pieces = segment // fine, pieces * fine
+        skip = fine if total is None else 0  # pieces left out: the first if reversed, or the last
+        begin = segment * skip if is_reversed else 0
+        end = length if is_reversed else min(length, segment * (pieces - skip))
+        some = end > begin and prod(p.lead if is_reversed else p.state_lead) != 0
+        # The sum is the total; but a causal walk begins with what is before its first segment.
+        sole = some and pieces == 1 and start is None and not self.causal
+        alone = total if sole else None
+        slots = alone or self.arrays.slots(name, pieces)
+        if some:
+            into = alone or slots.slot(skip if is_reversed else 0, p.d, p.e)
+            span = Course(origin + begin, shift, end - begin, segment, 1, levelled=p.levelled)
+            self.launches.append(self.sum_pieces(is_reversed, span, rows, into))
+        if alone:
+            return Cut(length_of_segment, slots, fine)
+        states = {"slots": slots}
+        states |= {"start": start} if start is not None else {}
+        states |= {"total": total} if total is not None else {}
+        given = self.p.levelled and not is_reversed and start is not None
+        v = self.arrays.tensor("v") if given else None
+        summed = some * (pieces - skip)
+        scan = scan_launch(p, self.arrays.state_axes, pieces, summed, is_reversed, states, v)
+        if scan.grid:
+            self.launches.append(scan)
+        return Cut(length_of_segment, slots, fine)
+
+    def sum_pieces(
+        self, is_reversed: bool, span: Course, rows: dict[str, RowRef], into: StateRef
+    ) -> Launch:
+        """The pre-pass over `span`, whose chunks have one position each."""
+        p, axes = self.p, self.arrays.state_axes
+        names = ("q", "dout") if is_reversed else ("k", "v")
+        tensors = {x: self.arrays.tensor(x) for x in names}
+
+        def walk(spec: StateSpec | StreamSpec) -> Walk:
+            splits = -(-p.e // spec.columns) * -(-p.d // spec.inner)
+            chunks, each = -(-span.chunks // spec.chunk), span.each // spec.chunk
+            course = replace(span, chunks=chunks, each=each, splits=splits)
+            return Walk(axes, course, tensors, rows, {"final": into})
+
+        spec, stream = self.state_spec(is_reversed), self.prepass_spec(is_reversed)
+        launch = walk_launch(p, spec, walk(spec))
+        if isinstance(stream, StateSpec):
+            return launch
+        made = stream_launch(p, stream, walk(stream), resident_blocks(stream, self.device))
+        return launch if made is None else replace(made, instead=(launch,))
+
+    def state_blocks(self, spec: StateSpec | StreamSpec) -> int:
+        """Blocks of a pre-pass for each piece."""
+        splits = -(-self.p.e // spec.columns) * -(-self.p.d // spec.inner)
+        return self.arrays.state_axes.heads * splits
+
+    def relevel(self, given: StateRef, made: StateRef, sign: int) -> None:
+        """The gradient of a state, from relative to 0 to relative to the level of v, or back."""
+        states = {"from": given, "to": made}
+        v = self.arrays.tensor("v")
+        launch = relevel_launch(self.p, self.arrays.state_axes, states, v, sign)
+        if launch.grid:
+            self.launches.append(launch)
+
+    def state_spec(self, is_reversed: bool) -> StateSpec:
+        p = self.p
+        feature = p.options.feature_map
+        return state_spec(self.arith, feature, p.d, p.e, is_reversed, self.device)
+
+    def prepass_spec(self, is_reversed: bool) -> StateSpec | StreamSpec:
+        """What sums over a piece; `stream` where v is taken as it is."""
+        p = self.p
+        of = self.arith, p.options.feature_map, p.d, p.e, True, self.device
+        stream = None if is_reversed or p.levelled else stream_spec(KEYS, *of)
+        return stream or self.state_spec(is_reversed)
+
+    def total(
+        self,
+        name: str,
+        is_reversed: bool,
+        rows: dict[str, RowRef],
+        start: StateRef | None,
+        result: StateRef | None,
+    ) -> StateRef:
+        """The sum over the whole sequence: what every row sees where nothing is masked."""
+        spec = self.prepass_spec(is_reversed)
+        length = self.positions(is_reversed)[2]
+        segment = self.segment(
+            self.state_blocks(spec),
+            resident_blocks(spec, self.device),
+            length,
+            self.granule_cost(spec),
+            None,
+        )
+        total = result if result is not None else self.arrays.slots(f"{name}.total", 1)
+        self.states(name, is_reversed, segment, rows, start, total)
+        return total
+
+    def course(self, spec: WalkSpec, cut: Cut, phase: str = "whole") -> Course:
+        origin, shift, length = self.positions(spec.role in _BY_QUERY)
+        return Course(
+            origin=origin,
+            query_shift=shift,
+            chunks=-(-length // spec.chunk),
+            each=cut.length // spec.chunk,
+            splits=self.splits(spec),
+            pieces=cut.pieces,
+            phase=phase,
+            levelled=self.p.levelled,
+        )
+
+    def walk(
+        self,
+        spec: SweepSpec | StreamSpec,
+        cut: Cut,
+        tensors: dict[str, Tensor],
+        rows: dict[str, RowRef],
+        final: StateRef | None = None,
+    ) -> tuple[Launch, ...]:
+        """The walk of one role; with `stream`, also that of `sweep`, for arrays without maps."""
+        states = cut.states | ({"final": final} if final is not None else {})
+        if isinstance(spec, StreamSpec):
+            instead = self.walk(self.sweep_spec(spec.role), cut, tensors, rows, final)
+            return self.stream(spec, cut, tensors, rows, states, instead)
+        phases = ["whole"]
+        if spec.through_features and self.splits(spec) > 1:
+            # Its sums over a row cross blocks: they are made first.
+            phases = ["dots", "apply"]
+            rows = rows | {"dots": self.dots(spec)}
+        walks = (
+            Walk(self.axes(spec.role), self.course(spec, cut, phase), tensors, rows, states)
+            for phase in phases
+        )
+        return tuple(walk_launch(self.p, spec, walk) for walk in walks if walk.grid)
+
+    def dots(self, spec: SweepSpec) -> RowRef:
+        """A workspace for the sums over a row of each split."""
+        queries, splits = spec.role in _BY_QUERY, self.splits(spec)
+        lead = self.arrays.lead if queries else self.arrays.state_lead
+        count = self.p.n if queries else self.p.m
+        name = f"dots.{spec.role}"
+        self.arrays.workspace[name] = Buffer((*lead, count, splits, DOTS), self.p.state_dtype)
+        return self.arrays.rows(name, lead, count, DOTS * splits)
+
+    def stream(
+        self,
+        spec: StreamedSpec,
+        cut: Cut,
+        tensors: dict[str, Tensor],
+        rows: dict[str, RowRef],
+        states: dict[str, StateRef],
+        instead: tuple[Launch, ...],
+    ) -> tuple[Launch, ...]:
+        """One launch, and what runs `instead` where addresses rule it out; that alone if strides do."""
+        walk = Walk(self.axes(spec.role), self.course(spec, cut), tensors, rows, states)
+        launch = stream_launch(self.p, spec, walk, resident_blocks(spec, self.device))
+        if launch is not None:
+            return (replace(launch, instead=instead),) if launch.grid else ()
+        self.reasons.append(
+            f"{spec.role} has no tensor maps: they take up to 3 leading axes, and strides that "
+            f"are positive multiples of 16 bytes"
+        )
+        return instead
+
+    def key_value_spec(self) -> KeyValueSpec | None:
+        """What makes dk and dv in one walk, where there is such a kernel and nothing speaks against it."""
+        of = self.p.d, self.p.e, self.device
+        spec = key_value_spec(self.arith, "identity", *of) if self.causal else None
+        if spec is not None and (why := self.why_not_key_value()):
+            self.reasons.append(f"dk and dv are made in two walks: {why}")
+            return None
+        return spec
+
+    def why_not_key_value(self) -> str:
+        """What of the options, the heads and the length keeps dk and dv from being made in one walk."""
+        axes, o = self.arrays.state_axes, self.p.options
+        if o.feature_map != "identity":
+            return (
+                f"one walk makes them for the identity only, not for feature_map={o.feature_map!r}"
+            )
+        if prod(axes.sizes[i] for i in axes.group) > 1:
+            return "one walk does not sum over heads that share k and v"
+        if self.positions(False)[2] <= GRANULE:
+            return _ONE_CHUNK
+        if o.qk_norm is not None and not 1 / _FARTHEST <= max(abs(o.a), abs(o.b)) <= _FARTHEST:
+            return f"one walk multiplies a and b, here {o.a:g} and {o.b:g}, with lengths of rows"
+        return ""
+
+    def forward(self, out: Tensor | None, den: RowRef, final: StateRef | None) -> None:
+        """den, and where they are given a place, out and the final state."""
+        p, arrays = self.p, self.arrays
+        spec = self.spec("Forward")
+        initial = arrays.given_state("initial_state") if p.initial_state else None
+        segment = self.walk_segment(spec)
+        length = self.positions(True)[2]
+        cut = Cut(segment, initial)
+        if not self.causal:
+            cut, final = Cut(segment, self.total("keys", False, {}, initial, final)), None
+        elif segment < length:
+            cut = self.states("keys", False, segment, {}, initial, None)
+        tensors = {"q": arrays.tensor("q")}
+        if self.causal:
+            tensors |= {"k": arrays.tensor("k"), "v": arrays.tensor("v")}
+        if out is not None:
+            tensors["dst"] = out
+        self.launches += self.walk(spec, cut, tensors, {"den": den}, final)
