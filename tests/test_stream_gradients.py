@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import Case, Inputs, check, make_inputs, name_results
 from emulation import runner
-from emulation.backend import H200
+from emulation.backend import H200, Backend
 from plans import plans, record, sums
 from test_kernels_emulated import Emulation
 from test_stream import (
@@ -18,6 +18,7 @@ from test_stream import (
     SIZES,
     TWO_BLOCKS,
     a_case,
+    broken,
     causal_or_not,
     parts,
     scaled,
@@ -247,9 +248,9 @@ def test_rows_that_are_not_finite_stay_in_their_head(causal: bool) -> None:
     x = make_inputs(case)
     expected, _ = gradients(case, x, ONE_BLOCK)
     for name, value in (("q", np.nan), ("k", np.inf), ("v", np.nan), ("dout", np.inf)):
-        broken = getattr(x, name).copy()
-        broken[2, 50] = value
-        results, _ = gradients(case, x._replace(**{name: broken}), ONE_BLOCK)
+        spoilt = getattr(x, name).copy()
+        spoilt[2, 50] = value
+        results, _ = gradients(case, x._replace(**{name: spoilt}), ONE_BLOCK)
         for result, found in results.items():
             others = [0, 1, 3, 4]
             assert found[others].tobytes() == expected[result][others].tobytes(), (name, result)
@@ -343,3 +344,108 @@ def test_a_plan_says_why_dk_and_dv_take_two_walks() -> None:
     assert reasons(*shape, a=1e4, qk_norm=None, b=1e4)[0] == {"GradQ", "GradKV"}
     found, why = reasons((3, 2), 64, None, 64)
     assert found == set() and why.count("one chunk does not fill") == 2
+
+
+# --- the tests above would notice
+
+FAULTS: dict[str, tuple[str, str, str, str]] = {  # a role, a file, what is there, what instead
+    "delta without a": ("GradQ", "gradient.cuh", r"ptx::fma\(a, s, b \* dot\)", "(b * dot)"),
+    "dq along q": ("GradQ", "gradient.cuh", r"p.unit_norm \? along : 0.f", "0.f"),
+    "keys before the chunk forgotten": ("GradQ", "gradient.cuh", r"before\[c\] \+ \(", "("),
+    "the mean stays on v": ("GradQ", "score.cuh", r"half, -of_row\)", "half, 0.f)"),
+    "the level stays on v": (
+        "GradQ",
+        "supply.cuh",
+        r"InnerRows::subtract\(v, span, Pipe::level\(\)\);",
+        "",
+    ),
+    "a part begins with the sums of the last": (
+        "GradQ",
+        "supply.cuh",
+        r"if \(now.begins\(\)\) begin",
+        "if (now.ordinal == 0 && now.begins()) begin",
+    ),
+    "no causal mask": ("GradKV", "kv_score.cuh", r"y >= row\(half\) && ", ""),
+    "lengths forgotten": ("GradKV", "kv_score.cuh", r"p.a_float \* length\[half\]", "p.a_float"),
+    "delta forgotten": ("GradKV", "kv_score.cuh", r"x -= delta\[y\]", "x -= 0.f * delta[y]"),
+    "state of one chunk": (
+        "GradKV",
+        "kv_state.cuh",
+        r"q.across\(i, 0\), 1\)",
+        "q.across(i, 0), i > 0)",
+    ),
+    "sum of g forgotten": (
+        "GradKV",
+        "kv_state.cuh",
+        r"ptx::fma\(p.a_float, sums\[0\], sum_g\[0\]\)",
+        "sum_g[0]",
+    ),
+    "sum of delta q forgotten": (
+        "GradKV",
+        "kv_state.cuh",
+        r"sum_q\[0\] \+= of_three",
+        "sum_q[0] += 0.f * of_three",
+    ),
+    "dk along k": ("GradKV", "kv_state.cuh", r"p.unit_norm \? dot : 0.f", "0.f"),
+    "dstate forgotten": ("GradKV", "kv_state.cuh", r"column < p.d\) sum_q", "column < 0) sum_q"),
+    "rows are stored before the first": (
+        "GradKV",
+        "kv_state.cuh",
+        r"if \(span.begin > 0\) return copy_rows",
+        "if (false) return copy_rows",
+    ),
+    "b forgotten": ("GradKV", "kv_supply.cuh", r"x \*= p.b_float", "x *= 1.f"),
+    "the level stays on v in keys": (
+        "GradKV",
+        "kv_supply.cuh",
+        r"if \(levelled\) R",
+        "if (false) R",
+    ),
+}
+
+WATCHED = (
+    (a_case(170, 200, lead=(5,), initial="full", dstate="full", causal=True, b=0.7), ONE_BLOCK),
+    (a_case(200, 170, lead=(3,), causal=True, data="biased"), ONE_BLOCK),
+    (a_case(130, lead=(2,), causal=True, data="offset"), ONE_BLOCK),
+    (a_case(1100, lead=(1,), causal=True, data="biased", b=0.7), ONE_BLOCK),  # by the long budgets
+)
+"""Of which one at least must fail where a kernel is broken."""
+
+
+@pytest.mark.parametrize("which", range(len(WATCHED)))
+def test_what_is_watched_holds(which: int) -> None:
+    run_and_check(*WATCHED[which])
+
+
+class _OfRole(Backend):
+    """Replaces sources for the kernels of one role, so that the others need not be built anew."""
+
+    broken: tuple[str, Any] = "", None
+
+    def run(self, plan: Plan, buffers: dict[str, Any]) -> None:
+        role, replaced = self.broken
+        of_role = any(getattr(launch.spec, "role", None) == role for launch in plan.launches)
+        self.replace = replaced if of_role else None
+        super().run(plan, buffers)
+
+
+class Broken(Emulation, _OfRole):
+    """Launch by launch, of which those of a role run broken kernels."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_noticed(fault: str) -> None:
+    role, *change = FAULTS[fault]
+    for case, device in WATCHED:
+        emulation = Broken(device)
+        emulation.broken = role, broken(*change)
+        x = make_inputs(case)
+        options = {**case.options, "initial_state": x.initial_state}
+        problem = backward_problem(x.dout, x.q, x.k, x.v, dstate=x.dstate, **options)
+        try:
+            made = emulation.vjp(problem, x.dout, x.q, x.k, x.v, None, x.initial_state, x.dstate)
+            check_gradients(case, x, name_results(grads=made))
+        except (AssertionError, RuntimeError) as error:
+            assert "g++" not in str(error), error
+            return
+    pytest.fail(f"{fault}: makes no difference")
