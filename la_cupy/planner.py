@@ -167,7 +167,7 @@ class Planner:
         blocks = self.axes(spec.role).heads * self.splits(spec)
         resident = resident_blocks(spec, self.device)
         length = self.positions(spec.role in _BY_QUERY)[2]
-        prepass = self.granule_cost(self.prepass_spec(spec.role in ("GradV", "GradK")))
+        prepass = self.granule_cost(self.prepass_spec(spec.role not in _BY_QUERY))
         segment = self.segment(
             blocks, resident, length, self.granule_cost(spec), prepass if self.causal else None
         )
