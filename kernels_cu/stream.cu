@@ -7,7 +7,9 @@
 // A courier sends for rows (stream/courier.cuh), suppliers transform them (stream/supply.cuh), score warps make weights of them
 // (stream/score.cuh), state warps keep the state and form the result (stream/state.cuh); stream/pipe.cuh says how they wait for
 // each other.
+#include "stream/centre.cuh"
 #include "stream/courier.cuh"
+#include "stream/sender.cuh"
 #include "stream/score.cuh"
 #include "stream/state.cuh"
 #include "stream/supply.cuh"
@@ -19,7 +21,7 @@ LA_KERNEL(Config::kThreads, 1) stream(LA_GRID_CONSTANT const StreamParams params
   Pipe<Config>::begin();
   if (warp_id() < Config::kFirstScore) {
     Config::template share_registers<Config::kStateRegisters>();
-    StateWork<Config>(params).run();
+    StateWork<Config>(params.p).run();
   } else if (warp_id() < Config::kFirstSupply) {
     Config::template share_registers<Config::kScoreRegisters>();
     if constexpr (Config::kHasRows) Score<Config>(params.p).run();
@@ -28,7 +30,13 @@ LA_KERNEL(Config::kThreads, 1) stream(LA_GRID_CONSTANT const StreamParams params
     Supply<Config>(params.p).run();
   } else {
     Config::template share_registers<Config::kCourierRegisters>();
-    if (thread() == 32 * Config::kCourier) Courier<Config>{params}.run();
+    if (warp_id() == Config::kSender) {
+      if constexpr (Config::kHasRows) Sender<Config>{params}.run();
+    } else if (Config::kCentreWarps > 0 && warp_id() >= Config::kFirstCentre) {
+      if constexpr (Config::kCentreWarps > 0) Centre<Config>{params.p}.run();
+    } else if (thread() == 32 * Config::kCourier) {
+      Courier<Config>{params}.run();
+    }
   }
 }
 

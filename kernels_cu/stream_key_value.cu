@@ -4,6 +4,8 @@
 //   reads    q, k, v, dout, den, delta; the gradient of the state behind the segment
 //   writes   the rows of dk and dv in its segment
 #include "stream/courier.cuh"
+#include "stream/sender.cuh"
+#include "stream/kv_length.cuh"
 #include "stream/kv_score.cuh"
 #include "stream/kv_state.cuh"
 #include "stream/kv_supply.cuh"
@@ -15,7 +17,7 @@ LA_KERNEL(Config::kThreads, 1) stream_key_value(LA_GRID_CONSTANT const StreamPar
   KeyValuePipe<Config>::begin();
   if (warp_id() < Config::kFirstScore) {
     Config::template share_registers<Config::kStateRegisters>();
-    KeyValueState<Config>(params).run();
+    KeyValueState<Config>(params.p).run();
   } else if (warp_id() < Config::kFirstSupply) {
     Config::template share_registers<Config::kScoreRegisters>();
     KeyValueScore<Config>{params.p}.run();
@@ -24,7 +26,13 @@ LA_KERNEL(Config::kThreads, 1) stream_key_value(LA_GRID_CONSTANT const StreamPar
     KeyValueSupply<Config>{params.p, false}.run();
   } else {
     Config::template share_registers<Config::kCourierRegisters>();
-    if (thread() == 32 * Config::kCourier) Courier<Config>{params}.run();
+    if (warp_id() == Config::kSender) {
+      Sender<Config>{params}.run();
+    } else if (warp_id() >= Config::kFirstLength) {
+      KeyLength<Config>{params.p}.run();
+    } else if (thread() == 32 * Config::kCourier) {
+      Courier<Config>{params}.run();
+    }
   }
 }
 

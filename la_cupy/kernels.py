@@ -179,9 +179,9 @@ class StreamSpec(KernelSpec):
         gradient, workers = self.role == "GradQ", self.workers
         weights = self.causal * (2 * 72 * 128 + gradient * 64 * 128)
         stage = (self.has_rows and not gradient) * self._tile(self.columns)
-        numbers = (8 if gradient else 4) * 64 + self.causal * 8 * self.inner
-        numbers += gradient * (7 * self.inner + (workers + 4) * 64 + 8)
-        return weights + stage + 4 * numbers + 16 * 224 + 8 * 40
+        numbers = (8 if gradient else 4) * 64 + (self.causal and not gradient) * 8 * self.inner
+        numbers += gradient * (6 * self.inner + (workers + 4) * 64)
+        return weights + stage + 4 * numbers + 16 * 224 + 8 * 48
 
     @property
     def _rows(self) -> int:
@@ -240,11 +240,11 @@ class KeyValueSpec(KernelSpec):
     @property
     def shared_bytes(self) -> int:
         """kSharedBytes of the configuration."""
-        slots, rows = (2, 2) if self.inner == 128 else (4, 3)
+        slots, rows = (3, 2) if self.inner == 128 else (6, 4)
         tile = self._tile(self.inner)
-        numbers = 4 * 64 + slots * 64 + self.inner + (self.workers + 1) * 64 + 8
-        tiles = 2 * (slots + rows) * tile + 4 * 72 * 128 + self.inner * self.inner * 2 + tile
-        return tiles + 4 * numbers + 16 * 240 + 8 * 40
+        tiles = 2 * (slots + rows) * tile + 2 * 72 * 128 + self.inner * self.inner * 2
+        numbers = (2 * slots + 3 * rows) * 64 + self.inner + (self.workers + 1) * 64 + 8
+        return tiles + 4 * numbers + 16 * 240 + 8 * 48
 
 
 @dataclass(frozen=True)

@@ -327,7 +327,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {  # a file, what is there, what inste
         r"params.b_float == 0.f \? 1.f : params.b_float",
         "params.b_float",
     ),
-    "rows are stored before the first": ("state.cuh", r" \|\| span.begin > 0\)", ")"),
+    "rows are stored before the first": ("sender.cuh", r" \|\| span.begin > 0\)", ")"),
     "another head's place in a map": (
         "courier.cuh",
         r"at\[0\], at\[1\], at\[2\]\}, full",

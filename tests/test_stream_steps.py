@@ -25,6 +25,7 @@ from emulation.backend import H200, emulated_map
 from plans import sums
 from test_kernels_emulated import Emulation
 from test_stream import ONE_BLOCK, SIZES, a_case, scaled
+from test_stream_gradients import heads_apart
 
 from la_cupy.device import DeviceInfo
 from la_cupy.kernels import StreamedSpec
@@ -59,18 +60,23 @@ class Step:
 
 _ONE_BEHIND_THE_OTHER = "lanes of a warp run one behind the other, up to where they meet anyway"
 _FENCED_AGAIN = "who writes other lines of the same tiles fences these too"
-_LEADER = "the threads that read along with the leader have always done so before others go on"
 UNSEEN = {
-    Step("kv_pipe.cuh", "fence_async()"): _FENCED_AGAIN,
     Step("pipe.cuh", "fence_async()"): _FENCED_AGAIN,
     Step("kv_score.cuh", "sync_warp()"): _ONE_BEHIND_THE_OTHER,
     Step("kv_state.cuh", "sync_warp()"): _ONE_BEHIND_THE_OTHER,
-    Step("kv_supply.cuh", "sync_warp()", 1): _ONE_BEHIND_THE_OTHER,
+    Step("kv_supply.cuh", "sync_warp()"): _ONE_BEHIND_THE_OTHER,
+    Step("kv_length.cuh", "sync_warp()"): _ONE_BEHIND_THE_OTHER,
+    Step("kv_length.cuh", "sync_warp()", 1): _ONE_BEHIND_THE_OTHER,
+    Step("centre.cuh", "sync_warp()"): _ONE_BEHIND_THE_OTHER,
+    Step("centre.cuh", "sync_warp()", 1): _ONE_BEHIND_THE_OTHER,
     Step("state.cuh", "sync_warp()"): _ONE_BEHIND_THE_OTHER,
     Step("state.cuh", "sync_warp()", 1): _ONE_BEHIND_THE_OTHER,
+    Step("supply.cuh", "sync_warp()"): _ONE_BEHIND_THE_OTHER,
     Step("supply.cuh", "sync_warp()", 1): _ONE_BEHIND_THE_OTHER,
-    Step("kv_state.cuh", "sync()", 1): _LEADER,
-    Step("state.cuh", "sync()", 1): _LEADER,
+    Step(
+        "state.cuh", "Pipe::wait(Pipe::kRowsFull, now.rows)"
+    ): "rows come with the sources, which are made ready first",
+    Step("state.cuh", "wgmma_commit()", 1): "the next group takes its products in",
     Step("kv_state.cuh", "Pipe::wait(Pipe::kReady, now.slot)", 1): "weights are made later still",
     Step(
         "kv_state.cuh", "Pipe::wait(Pipe::kRowsFull, now.rows)"
@@ -189,6 +195,7 @@ CASES: dict[str, tuple[Case, DeviceInfo]] = {
         ONE_BLOCK,
     ),
     "sizes": (a_case(100, 70, lead=(5,), initial="full", causal=True, b=0.0), ONE_BLOCK),
+    "levels": (a_case(70, d=64, e=64, lead=(5,), causal=True, data="mean16"), ONE_BLOCK),
     "wide": (a_case(170, d=128, e=128, lead=(5,), causal=True), ONE_BLOCK),
     "segments": (a_case(2500, lead=(1,), causal=True, data="biased"), H200),
 }
@@ -200,6 +207,8 @@ def watched(name: str) -> tuple[Watched, ...]:
     """The launches of a case, forward and backward."""
     case, device = CASES[name]
     x = scaled(case, SIZES["mixed"]) if name == "sizes" else make_inputs(case)
+    if name == "levels":
+        x = heads_apart(x)
     options = {**case.options, "initial_state": x.initial_state}
     forward, backward = Recorder(device), Recorder(device)
     problem = forward_problem(x.q, x.k, x.v, **options)

@@ -22,8 +22,8 @@ struct Part {
   Reach rows, sources;  // of the segment
   Acc start_count;      // keys before the segment
 
-  // The `index`th part; its start_count comes later. Returns the head.
-  LA_DEVICE Head describe(const Params& p, u32 index) {
+  // The `index`th part; its start_count comes later.
+  LA_DEVICE void describe(const Params& p, u32 index) {
     Head own;  // in registers: parts lie in shared memory
     split = static_cast<i32>(index % p.splits);
     index /= p.splits;
@@ -47,7 +47,6 @@ struct Part {
     const Reach keys = Reach::cut(position, p.m, chunks * Config::kChunk);
     rows = kQueryRows ? queries : keys;
     sources = kQueryRows ? keys : queries;
-    return own;
   }
 
   LA_DEVICE bool last_segment(const Params& p) const { return segment + 1 == p.segments; }

@@ -19,21 +19,23 @@ struct StreamConfig {
   static constexpr int kInner = Inner, kColumns = Columns, kChunk = 64, kSlices = 2;
   static constexpr bool kCausal = Causal, kGrouped = false, kHasRows = !kSame<Role, Keys>, kGradQ = kSame<Role, GradQ>, kKeyValue = false;
   static_assert(kHasRows || kCausal, "there must be rows or sources");
+  static constexpr bool kInPlace = kGradQ, kHasStage = kHasRows && !kGradQ;  // the result takes the place of rows, or has a stage
   // Rows of A, and of X in GradQ, stay as they are: dout; or q where phi is the identity: what the norm divides them by cancels in out, or enters its factor.
   static constexpr bool kPlainRows = kGradQ || kSame<Feature, Identity>;
 
   // A state warpgroup owns 64 columns; one warpgroup makes the weights, one transforms the rows, and of one a thread sends for them.
   static constexpr int kStateWarps = Columns / 16, kScoreWarps = kHasRows ? 4 : 0, kSupplyWarps = 4;
-  static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps;
+  static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps, kSender = kCourier + 1;
+  static constexpr int kFirstCentre = kCourier + 2, kCentreWarps = kGradQ ? 2 : 0;
   static constexpr int kThreads = 32 * (kCourier + 4), kSupplyThreads = 32 * kSupplyWarps;
   // Warpgroups share the registers of the multiprocessor out anew. (A narrow state has enough of them; but where warps part for
   // other reasons, the compiler has products wait for each other.)
   static constexpr bool kCrowded = kThreads == 640;
   static constexpr int kLaunchRegisters = kCrowded ? 96 : kThreads == 512 ? 128 : 168;
-  static constexpr int kStateRegisters = kCrowded && !kGradQ ? 160 : kHasRows ? 168 : 136;
+  static constexpr int kStateRegisters = kCrowded ? 160 : kHasRows ? 168 : 136;
   static constexpr int kScoreRegisters = kCrowded ? (kGradQ ? 64 : 72) : 120;
-  static constexpr int kSupplyRegisters = kCrowded ? (kGradQ ? 56 : 64) : kHasRows ? 120 : 144;
-  static constexpr int kCourierRegisters = 24;
+  static constexpr int kSupplyRegisters = kCrowded ? (kGradQ ? 48 : 64) : kHasRows ? 120 : 144;
+  static constexpr int kCourierRegisters = !kGradQ ? 24 : kCrowded ? 48 : 56;
   template <int Registers>
   static LA_DEVICE void share_registers() {
     if constexpr (Registers > kLaunchRegisters) take_registers<Registers>();
@@ -60,14 +62,14 @@ struct StreamConfig {
   static constexpr int kRowsLoaded = 128 * ((kHasRows ? Inner : 0) + (kGradQ ? Columns : 0));  // bytes of a chunk's rows
   static constexpr int kSourcesLoaded = Causal ? 128 * (Inner + Columns) : 0;
   static constexpr int kWeightsBytes = Causal ? WeightsTile::bytes(kRows) : 0;
-  static constexpr int kStageBytes = kHasRows && !kGradQ ? ColumnTile::bytes(kChunk) : 0;
+  static constexpr int kStageBytes = kHasStage ? ColumnTile::bytes(kChunk) : 0;
   static constexpr int kOnesBytes = kGradQ && Causal ? 64 * 128 : 0;  // where y <= x, see StateWork
-  static constexpr int kFactorLines = kGradQ ? 4 : 2;
-  // kFactors, kColumnParts, and in GradQ kCentres, kLevel, kDots, kRowFactors
-  static constexpr int kNumbers = 2 * kFactorLines * kChunk + (Causal ? 2 * kSupplyWarps * Inner : 0) +
-                                  (kGradQ ? 7 * Inner + kStateWarps * kChunk + 4 * kChunk + 8 : 0);
+  static constexpr int kFactorLines = kGradQ ? 4 : 2, kPairs = 2;  // of weights
+  // kFactors, kColumnParts, and in GradQ kCentres, kDots, kRowFactors
+  static constexpr int kNumbers = 2 * kFactorLines * kChunk + (Causal && !kGradQ ? 2 * kSupplyWarps * Inner : 0) +
+                                  (kGradQ ? 6 * Inner + kStateWarps * kChunk + 4 * kChunk : 0);
   static constexpr int kPieces = 16, kPieceBytes = 224;                 // see Pipe::piece
-  static constexpr int kBarriers = 40;
+  static constexpr int kBarriers = 48;
   static constexpr int kBehind =
       2 * kWeightsBytes + kStageBytes + kOnesBytes + 4 * kNumbers + kPieces * kPieceBytes + 8 * kBarriers;
   static constexpr int kRoom = 232448 - kBehind;  // of the shared memory of a block
@@ -80,11 +82,9 @@ struct StreamConfig {
   static constexpr int kStage = kOnes + kOnesBytes;
   static constexpr int kFactors = kStage + kStageBytes;                            // [2][kFactorLines][kChunk], see Pipe::factors
   static constexpr int kColumnParts = kFactors + 8 * kFactorLines * kChunk;        // [2][kSupplyWarps][Inner]
-  static constexpr int kCentres = kColumnParts + (Causal ? 8 * kSupplyWarps * Inner : 0);  // [6][Inner]
-  static constexpr int kLevel = kCentres + (kGradQ ? 24 * Inner : 0);              // [Inner]
-  static constexpr int kDots = kLevel + (kGradQ ? 4 * Inner : 0);                  // [kStateWarps][kChunk]
+  static constexpr int kCentres = kColumnParts + (Causal && !kGradQ ? 8 * kSupplyWarps * Inner : 0);  // [6][Inner]
+  static constexpr int kDots = kCentres + (kGradQ ? 24 * Inner : 0);               // [kStateWarps][kChunk]
   static constexpr int kRowFactors = kDots + (kGradQ ? 4 * kStateWarps * kChunk : 0);  // [kChunk] of 4
-  static constexpr int kFlags = kRowFactors + (kGradQ ? 16 * kChunk : 0);          // [8]
   static constexpr int kDescriptions = kFactors + 4 * kNumbers;
   static constexpr int kBarrier = kDescriptions + kPieces * kPieceBytes;
   static constexpr int kSharedBytes = kBarrier + 8 * kBarriers;

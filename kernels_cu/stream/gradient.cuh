@@ -14,6 +14,8 @@ struct Gradient {
   using Pipe = la::Pipe<Config>;
   using Feature = typename Config::Feature;
   using P = Products<Config>;
+  // Sets of 16 rows; and how many are read before the first is written, since the compiler keeps the order of reading and writing.
+  static constexpr int kSets = Config::kChunk / 16, kAtOnce = kSets / 2;
   static_assert(kSame<Feature, Identity> || kSame<Feature, Relu>, "z phi'(z) must be phi(z)");
 
   const Params& p;
@@ -23,40 +25,35 @@ struct Gradient {
   // Of 16 rows and the lane's two columns: element (i, c) of set m stands at this place of a product.
   static LA_DEVICE constexpr int at(int m, int i, int c) { return (m * 2 + i / 2) * 4 + c * 2 + i % 2; }
 
-  LA_DEVICE void read(float (&z)[4][2], float (&inverse_length)[4], int m) const {
-    P::read(z, Pipe::tile_x(now.rows.at), m);
-    struct alignas(8) Pair { float x[2]; };
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const Pair pair = *reinterpret_cast<const Pair*>(Pipe::factors(now.pair.at, 2) + P::row(m, 2 * half));
-      inverse_length[2 * half] = pair.x[0];
-      inverse_length[2 * half + 1] = pair.x[1];
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) z[i][c] *= inverse_length[i];
-    }
-  }
-
   // q~ . Y of each row, shared by the state warps; and what follows from it.
   template <int Wide>
   LA_DEVICE void begin(const float (&result)[Wide]) const {
 #pragma unroll
-    for (int m = 0; m < Config::kChunk / 16; ++m) {
-      float z[4][2], inverse_length[4], share[4];
-      read(z, inverse_length, m);
+    for (int m0 = 0; m0 < kSets; m0 += kAtOnce) {
+      float sum[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        share[i] = Feature::value(z[i][0]) * result[at(m, i, 0)];
-        share[i] = ptx::fma(Feature::value(z[i][1]), result[at(m, i, 1)], share[i]);
+      for (int m = 0; m < kAtOnce; ++m) sum[m] = dots_of(result, m0 + m);
+#pragma unroll
+      for (int m = 0; m < kAtOnce; ++m) {
+        if (P::holds_sum()) Pipe::dots(warp_id())[P::row(m0 + m, P::summed_row())] = sum[m];
       }
-      const float sum = P::sum_columns_of(share);
-      if (P::holds_sum()) Pipe::dots(warp_id())[P::row(m, P::summed_row())] = sum;
     }
     sync();
     if (thread() < Config::kChunk) find_factors(thread());
     sync();
+  }
+  template <int Wide>
+  LA_DEVICE float dots_of(const float (&result)[Wide], int m) const {
+    struct alignas(8) Pair { float x[2]; };
+    float x[4][2], share[4];
+    P::read(x, Pipe::tile_x(now.rows.at), m);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Pair inverse = *reinterpret_cast<const Pair*>(Pipe::factors(now.pair.at, 2) + P::row(m, i / 2 * 2));
+      share[i] = Feature::value(x[i][0] * inverse.x[i % 2]) * result[at(m, i, 0)];
+      share[i] = ptx::fma(Feature::value(x[i][1] * inverse.x[i % 2]), result[at(m, i, 1)], share[i]);
+    }
+    return P::sum_columns_of(share);
   }
   static LA_DEVICE void sync() { sync_named(4, 32 * Config::kStateWarps); }
 
@@ -70,7 +67,9 @@ struct Gradient {
     const float of_keys = p.normalize ? den - a * piece.count_seen(now.step, row) : 0.f;  // b q~ . K
     const float delta = p.normalize ? ptx::fma(a, s, b * dot) * inverse * inverse : 0.f;
     const float along = ptx::fma(b * inverse, dot, -delta * of_keys);
-    Pipe::row_factors()[row] = {b * inverse, b * delta, p.unit_norm ? along : 0.f, Pipe::factors(now.pair.at, 2)[row]};
+    const float inverse_length = Pipe::factors(now.pair.at, 2)[row];  // last: rows may be long, as b may be small
+    Pipe::row_factors()[row] = {b * inverse * inverse_length, b * delta * inverse_length, p.unit_norm ? along * inverse_length : 0.f,
+                                inverse_length};
     const Span span = piece.rows_at(now.step);
     if (piece.places.delta == 0 || piece.split != 0 || !span.holds(row)) return;
     const float whole = p.normalize ? ptx::fma(Pipe::factors(now.pair.at, 3)[row], inverse, delta) : 0.f;
@@ -81,17 +80,18 @@ struct Gradient {
   LA_DEVICE void finish(const float (&result)[Wide], const float (&running)[32], const float (&before)[2]) const {
     const auto tile = Pipe::tile_x(now.rows.at);
 #pragma unroll
-    for (int m = 0; m < Config::kChunk / 16; ++m) {
-      float z[4][2], inverse_length[4], x[4][2];
-      read(z, inverse_length, m);
+    for (int m = 0; m < kSets; ++m) {
+      float x[4][2];
+      P::read(x, tile, m);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const typename Pipe::RowFactors f = Pipe::row_factors()[P::row(m, i)];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
+          const float z = x[i][c] * f.inverse_length;
           const float key = before[c] + (Config::kCausal ? running[at(m, i, c)] : 0.f);
-          const float h = Feature::derivative(z[i][c]) * ptx::fma(f.of_result, result[at(m, i, c)], -f.of_running * key);
-          x[i][c] = ptx::fma(-z[i][c], f.along, h) * f.inverse_length;
+          const float h = Feature::derivative(z) * ptx::fma(f.of_result, result[at(m, i, c)], -f.of_running * key);
+          x[i][c] = ptx::fma(-z, f.along, h);
         }
       }
       u32 r[4];

@@ -4,8 +4,10 @@
 //   dk~[x] = R v[x] + sum_y u[x, y] b q~[y] - (sum of delta b q~),         u[x, y] = v[x] . g[y] - delta[y]
 //   R += b q~ g^T                                                                                         [D, E]
 //
-// v and delta less the level (chunk/level.cuh), g = dout / den; dk = (dk~ - z (z . dk~)) / |k|, z = k / |k|. Rows of k stay as they are, as
-// those of q do in Forward: what enters with k~ is |k| times as large, and divided by it in the end.
+// v and delta less the level (chunk/level.cuh), g = dout / den; dk = (dk~ - z (z . dk~)) / |k|, z = k / |k|.
+//
+// Rows of q and k stay as they are. What enters with k~ is |k| times as large, and divided by it in the end. b / |q| moves from b q~ to g
+// and delta, which no longer are those above; then w is a / b |q| + k~ . q, and the sum of g that of a / b |q| g.
 #pragma once
 #include "stream/config.cuh"
 
@@ -13,7 +15,7 @@ namespace la {
 
 struct GradKV { static constexpr bool kReversed = true, kKeyFeatures = true, kThroughFeatures = false; };
 
-// Width: padded D and E. Rows (k, v) and sources (q, which becomes b q~ in its place, and dout, which becomes g) have rings of slots.
+// Width: padded D and E. Rows (k, v) and sources (q, and dout, which becomes g in its place) have rings of slots.
 template <class Arith_, class Feature_, int Width>
 struct KeyValueConfig {
   using Arith = Arith_;
@@ -24,13 +26,14 @@ struct KeyValueConfig {
   static_assert(kSame<Feature, Identity>, "z must follow from k~");
   static constexpr int kInner = Width, kColumns = Width, kChunk = 64, kSlices = 2;
   static constexpr bool kCausal = true, kGrouped = false, kHasRows = true, kGradQ = false, kOwnRows = true, kKeyValue = true;
+  static constexpr bool kInPlace = true, kHasStage = false;  // dk takes the place of k, dv that of v
 
   static constexpr int kStateWarps = Width / 16, kScoreWarps = 4, kSupplyWarps = 4;
-  static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps;
+  static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps, kSender = kCourier + 1, kFirstLength = kCourier + 2, kLengthWarps = 2, kCentreWarps = 0;
   static constexpr int kThreads = 32 * (kCourier + 4), kSupplyThreads = 32 * kSupplyWarps;
   static constexpr bool kCrowded = kThreads == 640;
   static constexpr int kLaunchRegisters = kCrowded ? 96 : 128, kStateRegisters = 168;
-  static constexpr int kScoreRegisters = kCrowded ? 72 : 120, kSupplyRegisters = kCrowded ? 48 : 120, kCourierRegisters = 24;
+  static constexpr int kScoreRegisters = kCrowded ? 64 : 120, kSupplyRegisters = kCrowded ? 40 : 120, kCourierRegisters = kCrowded ? 40 : 56;
   template <int Registers>
   static LA_DEVICE void share_registers() {
     if constexpr (Registers > kLaunchRegisters) take_registers<Registers>();
@@ -39,22 +42,22 @@ struct KeyValueConfig {
 
   using InnerTile = typename Arith::template Tile<Width, kChunk>;
   using ColumnTile = InnerTile;
-  using WeightsTile = typename Arith::template Tile<64, kChunk + 8>;  // behind w: ones; behind u: -delta in three parts
+  using WeightsTile = typename Arith::template Tile<64, kChunk + 8>;  // behind w: a / b |q|, behind u: -delta; in two parts, by turns
   using CopyTile = typename Arith::template Tile<Width, Width>;       // R^T, lines of E
 
   static constexpr int kTile = InnerTile::bytes(kChunk), kSlot = 2 * kTile, kRowBytes = 2 * kTile, kX = kTile;
   static constexpr int kRowsLoaded = 2 * kTile, kSourcesLoaded = 2 * kTile;
   static constexpr int kWeightsTile = WeightsTile::bytes(kChunk + 8), kWeightsBytes = 2 * kWeightsTile;
-  static constexpr int kFactorLines = 2;
-  static constexpr int kPieces = 16, kPieceBytes = 240, kBarriers = 40;
-  static constexpr int kSlots = Width == 128 ? 2 : 4, kRowSlots = Width == 128 ? 2 : 3;
+  static constexpr int kFactorLines = 3, kPairs = 1;  // see KeyLength
+  static constexpr int kPieces = 16, kPieceBytes = 240, kBarriers = 48;
+  static constexpr int kSlots = Width == 128 ? 3 : 6, kRowSlots = Width == 128 ? 2 : 4;
   static constexpr int kOwnRowsAt = kSlots * kSlot;
   static constexpr int kWeights = kOwnRowsAt + kRowSlots * kRowBytes;
-  static constexpr int kCopy = kWeights + 2 * kWeightsBytes;
-  static constexpr int kStage = kCopy + CopyTile::bytes(Width);
-  static constexpr int kFactors = kStage + kTile;                              // [2][kFactorLines][kChunk]
-  static constexpr int kDelta = kFactors + 8 * kFactorLines * kChunk;          // [kSlots][kChunk]
-  static constexpr int kLevel = kDelta + 4 * kSlots * kChunk;                  // [Width]
+  static constexpr int kCopy = kWeights + kWeightsBytes;
+  static constexpr int kFactors = kCopy + CopyTile::bytes(Width);              // [kRowSlots][kFactorLines][kChunk]
+  static constexpr int kDelta = kFactors + 4 * kRowSlots * kFactorLines * kChunk;  // [kSlots][kChunk]
+  static constexpr int kOffset = kDelta + 4 * kSlots * kChunk;                 // [kSlots][kChunk]
+  static constexpr int kLevel = kOffset + 4 * kSlots * kChunk;                 // [Width]
   static constexpr int kDots = kLevel + 4 * Width;                             // [kStateWarps][kChunk]
   static constexpr int kAlong = kDots + 4 * kStateWarps * kChunk;              // [kChunk]
   static constexpr int kFlags = kAlong + 4 * kChunk;                           // [8]

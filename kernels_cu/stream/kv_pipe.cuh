@@ -16,22 +16,17 @@ struct KeyValuePipe : Pipe<Config> {
       for (int i = 0; i < kSlots; ++i) {
         mbarrier_init(Base::barrier(Base::kFull + i), 1);
         mbarrier_init(Base::barrier(Base::kReady + i), Config::kSupplyWarps);
-        mbarrier_init(Base::barrier(Base::kFree + i), Config::kStateWarps + Config::kScoreWarps);
+        mbarrier_init(Base::barrier(Base::kFree + i), Base::kReaders);
       }
       for (int i = 0; i < kRowSlots; ++i) {
+        mbarrier_init(Base::barrier(Base::kDone + i), Config::kStateWarps);
         mbarrier_init(Base::barrier(Base::kRowsFull + i), 1);
-        mbarrier_init(Base::barrier(Base::kRowsFree + i), Config::kStateWarps / 4 + Config::kScoreWarps);
+        mbarrier_init(Base::barrier(Base::kMeasured + i), Config::kLengthWarps);
+        mbarrier_init(Base::barrier(Base::kRowsFree + i), 1 + Config::kScoreWarps);
       }
-      for (int i = 0; i < 2; ++i) {
-        mbarrier_init(Base::barrier(Base::kMade + i), Config::kScoreWarps);
-        mbarrier_init(Base::barrier(Base::kUsed + i), Config::kStateWarps);
-      }
+      mbarrier_init(Base::barrier(Base::kMade), Config::kScoreWarps);
+      mbarrier_init(Base::barrier(Base::kUsed), Config::kStateWarps);
     }
-    for (int i = 0; i < 2; ++i) {
-      Base::template fill<64>(weights(i), 0x3f803f80);
-      Base::template fill<64>(key_weights(i), 0);
-    }
-    fence_async();
     sync_block();
   }
 
@@ -39,13 +34,12 @@ struct KeyValuePipe : Pipe<Config> {
   static LA_DEVICE Tile v(i32 i) { return {Base::rows(i) + Config::kTile}; }
   static LA_DEVICE Tile q(i32 slot) { return {Base::shared() + slot * Config::kSlot}; }
   static LA_DEVICE Tile g(i32 slot) { return {Base::shared() + slot * Config::kSlot + Config::kTile}; }
-  static LA_DEVICE typename Config::WeightsTile weights(i32 i) { return {Base::shared() + Config::kWeights + i * Config::kWeightsBytes}; }
-  static LA_DEVICE typename Config::WeightsTile key_weights(i32 i) {
-    return {Base::shared() + Config::kWeights + i * Config::kWeightsBytes + Config::kWeightsTile};
-  }
+  static LA_DEVICE typename Config::WeightsTile weights() { return {Base::shared() + Config::kWeights}; }
+  static LA_DEVICE typename Config::WeightsTile key_weights() { return {Base::shared() + Config::kWeights + Config::kWeightsTile}; }
   static LA_DEVICE typename Config::CopyTile copy() { return {Base::shared() + Config::kCopy}; }
-  static LA_DEVICE Tile stage() { return {Base::shared() + Config::kStage}; }
   static LA_DEVICE float* delta(i32 slot) { return Base::numbers(Config::kDelta) + slot * Config::kChunk; }
+  static LA_DEVICE float* offset(i32 slot) { return Base::numbers(Config::kOffset) + slot * Config::kChunk; }  // a / b |q|
+  static LA_DEVICE float* level() { return Base::numbers(Config::kLevel); }
   static LA_DEVICE float* along() { return Base::numbers(Config::kAlong); }
 };
 

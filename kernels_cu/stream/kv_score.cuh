@@ -1,7 +1,6 @@
 // The score warps of `stream_key_value`: both weights of a chunk's keys on its own queries.
 #pragma once
 #include "stream/kv_pipe.cuh"
-#include "stream/score.cuh"
 
 namespace la {
 
@@ -10,7 +9,6 @@ struct KeyValueScore {
   using Pipe = KeyValuePipe<Config>;
   using Chunk = typename Pipe::Chunk;
   using Piece = typename Pipe::Piece;
-  using Lengths = Score<Config>;
 
   const Params& p;
 
@@ -20,40 +18,31 @@ struct KeyValueScore {
 #pragma unroll 1
     while (now.exists(parts)) {
       Pipe::wait(Pipe::kReady, now.slot);
-      const Piece& piece = Pipe::piece(now.ordinal);
-      turn(now, piece.sources_at(now.step));
-      now.next(piece.chunks);
+      turn(now);
+      now.next(Pipe::piece(now.ordinal).chunks);
     }
   }
 
-  static LA_DEVICE int row(int half) { return Lengths::row(half); }
+  static LA_DEVICE int first_row() { return (warp_id() - Config::kFirstScore) * 16; }
+  static LA_DEVICE int row(int half) { return first_row() + half * 8 + lane_row(); }
 
-  LA_DEVICE void turn(const Chunk& now, Span sources) {
+  LA_DEVICE void turn(const Chunk& now) {
     const auto k = Pipe::k(now.rows.at);
-    float w[32], squares[2], length[2] = {1.f, 1.f};
+    float w[32];
     multiply(w, k, Pipe::q(now.slot.at));
-    Lengths::template add_squares<Config::kInner>(squares, k, {1.f, 1.f});
     wgmma_wait<0>();
     wgmma_pin(w);
-    if (p.unit_norm) Lengths::template find_lengths<Config::kInner>(length, squares, k);
+    Pipe::wait(Pipe::kMeasured, now.rows);
     Pipe::wait_round_before(Pipe::kUsed, now.pair);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      // Where |k| is 0, k~ is 0 and has no gradient.
-      if ((lane_id() & 3) == 0) Pipe::factors(now.pair.at, 1)[row(half)] = length[half] == 0.f ? 0.f : ptx::reciprocal(length[half]);
-      if (length[half] == 0.f) length[half] = 1.f;
-      if ((lane_id() & 3) == 0) Pipe::factors(now.pair.at, 0)[row(half)] = ptx::reciprocal(length[half]);
-      each(w, half, sources, [&](float& x, int) { x += p.a_float * length[half]; });
-    }
-    put(w, Pipe::weights(now.pair.at));
+    const float length[2] = {Pipe::factors(now.rows.at, 2)[row(0)], Pipe::factors(now.rows.at, 2)[row(1)]};
+    each(w, Pipe::offset(now.slot.at), [&](float x, float offset, int half) { return ptx::fma(length[half], offset, x); });
+    put(w, Pipe::weights());
+    put_lines(now);
     multiply(w, Pipe::v(now.rows.at), Pipe::g(now.slot.at));
     wgmma_wait<0>();
     wgmma_pin(w);
-    const float* delta = Pipe::delta(now.slot.at);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) each(w, half, sources, [&](float& x, int y) { x -= delta[y]; });
-    put(w, Pipe::key_weights(now.pair.at));
-    put_lines(delta, Pipe::key_weights(now.pair.at));
+    each(w, Pipe::delta(now.slot.at), [](float x, float delta, int) { return x - delta; });
+    put(w, Pipe::key_weights());
     fence_async();
     sync_warp();
     Pipe::arrive(Pipe::kMade, now.pair);
@@ -70,19 +59,22 @@ struct KeyValueScore {
     wgmma_commit();
   }
 
-  // f(score, source) where the row sees the source, zeros elsewhere.
+  // f(score, number of the source, half) where the row sees the source, zeros elsewhere. (Sources that do not exist are rows of zeros.)
   template <class F>
-  static LA_DEVICE void each(float (&w)[32], int half, Span sources, F f) {
-    const int t = lane_id() & 3;
+  static LA_DEVICE void each(float (&w)[32], const float* of_sources, F f) {
+    struct alignas(8) Pair { float x[2]; };
+    const int first = 2 * (lane_id() & 3), reach = row(0) - first;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
+      const Pair pair = *reinterpret_cast<const Pair*>(of_sources + n * 8 + first);
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float& x = w[4 * n + 2 * half + j];
-        const int y = n * 8 + 2 * t + j;
-        f(x, y);
-        const bool sees = y >= row(half) && sources.holds(y);  // the causal mask
-        x = sees ? x : 0.f;
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float& x = w[4 * n + 2 * half + j];
+          const float y = f(x, pair.x[j], half);
+          x = n * 8 + j - half * 8 >= reach ? y : 0.f;  // the causal mask
+        }
       }
     }
   }
@@ -95,21 +87,21 @@ struct KeyValueScore {
       u32 r[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) r[i] = pack_bf16(w[4 * n + 2 * i], w[4 * n + 2 * i + 1]);
-      stmatrix_x4(tile.packet_near(Lengths::first_row(), n, lane & 15, lane >> 4), r);
+      stmatrix_x4(tile.packet_near(first_row(), n, lane & 15, lane >> 4), r);
     }
   }
 
-  // -delta, with which b q~ is summed: in three parts.
-  template <class Tile>
-  static LA_DEVICE void put_lines(const float* delta, const Tile& tile) {
-    const int y = (warp_id() - Config::kFirstScore) * 32 + lane_id();
-    if (y >= Config::kChunk) return;
-    float rest = -delta[y];
+  // What the state warps sum q and g with: in two parts, so that each lane has both in its columns of the product.
+  LA_DEVICE void put_lines(const Chunk& now) const {
+    const int id = thread() - 32 * Config::kFirstScore + unknown_zero();  // or addresses would be kept in registers
+    const int y = id % Config::kChunk;
+    const bool of_keys = id >= Config::kChunk;
+    const float x = of_keys ? -Pipe::delta(now.slot.at)[y] : Pipe::offset(now.slot.at)[y];
+    const auto tile = of_keys ? Pipe::key_weights() : Pipe::weights();
+    const u16 high = to_bf16(x), low = to_bf16(x - bf16_low(high));
 #pragma unroll
-    for (int line = 0; line < 3; ++line) {
-      const u16 bits = to_bf16(rest);
-      reinterpret_cast<bf16*>(tile.packet(Config::kChunk + line, y / 8))[y % 8].bits = bits;
-      rest -= bf16_low(bits);
+    for (int line = 0; line < 8; ++line) {
+      reinterpret_cast<bf16*>(tile.packet(Config::kChunk + line, y / 8))[y % 8].bits = line % 2 == 0 ? high : low;
     }
   }
 };

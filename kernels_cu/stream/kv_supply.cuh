@@ -1,6 +1,7 @@
-// The suppliers of `stream_key_value`: q through the norm, times b; dout divided by den; v less its level.
+// The suppliers of `stream_key_value`: dout times b / (|q| den), and what is taken of each query besides; v less its level.
 #pragma once
 #include "stream/kv_pipe.cuh"
+#include "stream/packets.cuh"
 
 namespace la {
 
@@ -32,17 +33,37 @@ struct KeyValueSupply {
 
   LA_DEVICE void put(const Chunk& now, const Piece& piece) {
     const Span sources = piece.sources_at(now.step);
-    float inverse[R::kPasses], delta = 0.f;
+    float den[R::kPasses], delta[R::kPasses];
 #pragma unroll
     for (int pass = 0; pass < R::kPasses; ++pass) {
-      const bool exists = piece.places.den != 0 && sources.holds(R::row(pass));
-      inverse[pass] = exists ? load_number<float>(piece.places.den, sources.first + R::row(pass)) : 1.f;
+      const bool exists = sources.holds(R::row(pass));
+      den[pass] = exists && piece.places.den != 0 ? load_number<float>(piece.places.den, sources.first + R::row(pass)) : 1.f;
+      delta[pass] = exists && piece.places.delta != 0 ? load_number<float>(piece.places.delta, sources.first + R::row(pass)) : 0.f;
     }
-    const bool has_delta = id() < Config::kChunk && piece.places.delta != 0 && sources.holds(id());
-    if (has_delta) delta = load_number<float>(piece.places.delta, sources.first + id());
-    normalise(Pipe::q(now.slot.at));
-    if (id() < Config::kChunk) Pipe::delta(now.slot.at)[id()] = delta;
-    divide(Pipe::g(now.slot.at), inverse);
+    const auto q = Pipe::q(now.slot.at);
+    const bool flat = p.b_float == 0.f;  // q is zeros then, and b is taken for 1
+    if (flat) clear(q);
+    R rows;
+    typename R::Norms norms = rows.take_norms(p, q);
+    bool moderate = true;
+#pragma unroll
+    for (const float x : norms.factor) moderate = moderate && (x == 0.f || (x > 1e-4f && x < 1e4f));
+    if (warp_any(!moderate)) shorten(q, norms.factor);
+    const float b = flat ? 1.f : p.b_float, a_over_b = p.a_float * ptx::reciprocal(b);
+#pragma unroll
+    for (int pass = 0; pass < R::kPasses; ++pass) {
+      const float inverse = norms.factor[pass] == 0.f ? 1.f : norms.factor[pass];
+      const int row = R::row(pass);
+      if ((lane_id() & 3) == 0) {
+        Pipe::offset(now.slot.at)[row] = a_over_b * ptx::reciprocal(inverse);
+        Pipe::delta(now.slot.at)[row] = delta[pass] * (b * inverse);
+      }
+      den[pass] = b * inverse * inverse_den(p, den[pass]);
+    }
+    each_packet<R>(Pipe::g(now.slot.at), [&](float (&x)[8], int pass) {
+#pragma unroll
+      for (float& one : x) one *= den[pass];
+    });
     Pipe::wait(Pipe::kRowsFull, now.rows);
     if (levelled) R::subtract(Pipe::v(now.rows.at), piece.rows_at(now.step), Pipe::level());
     fence_async();
@@ -50,52 +71,39 @@ struct KeyValueSupply {
     Pipe::arrive(Pipe::kReady, now.slot);
   }
 
+  // Long and short rows times a power of two, to a length of about 1: they meet rows of k, which may be long or short as well.
   template <class Tile>
-  LA_DEVICE void normalise(const Tile& tile) const {
-    R rows;
-    typename R::Norms norms = rows.take_norms(p, tile);
-    each_packet(rows, tile, [&](typename R::Batch& v, int pass) {
-      R::normalise(p, v, norms);
-      (void)pass;
-      R::each(v, [&](float& x, int, int) { x *= p.b_float; });
-    });
+  static LA_DEVICE void shorten(const Tile& q, float (&factor)[R::kPasses]) {
+    float by[R::kPasses];
+#pragma unroll
+    for (int pass = 0; pass < R::kPasses; ++pass) {
+      by[pass] = factor[pass] == 0.f ? 1.f : as_float(as_bits(factor[pass]) & 0x7f800000);
+      factor[pass] *= ptx::reciprocal(by[pass]);
+    }
+#pragma unroll 1
+    for (int i = 0; i < R::kPerLane; ++i) {
+#pragma unroll
+      for (int pass = 0; pass < R::kPasses; ++pass) {
+        u32* const words = reinterpret_cast<u32*>(q.packet(R::row(pass), R::packet(i)));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words[j] = pack_bf16(bf16_low(words[j]) * by[pass], bf16_high(words[j]) * by[pass]);
+      }
+    }
   }
 
+  // A thread's own packets.
   template <class Tile>
-  LA_DEVICE void divide(const Tile& tile, const float (&den)[R::kPasses]) const {
-    if (!p.normalize) return;
-    R rows;
-    each_packet(rows, tile, [&](typename R::Batch& v, int pass) {
-      const float inverse = inverse_den(p, den[pass]);
-      R::each(v, [&](float& x, int, int) { x *= inverse; });
-    });
-  }
-
-  // Two packets of each row at a time.
-  template <class Tile, class F>
-  static LA_DEVICE void each_packet(R& rows, const Tile& tile, F f) {
+  static LA_DEVICE void clear(const Tile& tile) {
 #pragma unroll
-    for (int pair = 0; pair < R::kPerLane; pair += 2) {
-      sync_warp();
+    for (int pass = 0; pass < R::kPasses; ++pass) {
 #pragma unroll
-      for (int i = pair; i < pair + 2; ++i) {
-#pragma unroll
-        for (int pass = 0; pass < R::kPasses; ++pass) rows.take(tile, pass, i);
-      }
-#pragma unroll
-      for (int i = pair; i < pair + 2; ++i) {
-#pragma unroll
-        for (int pass = 0; pass < R::kPasses; ++pass) {
-          typename R::Batch v = rows.values(pass * R::kPerLane + i, kBFloat16);
-          f(v, pass);
-          R::store(tile, v);
-        }
-      }
+      for (int i = 0; i < R::kPerLane; ++i) *reinterpret_cast<Word4*>(tile.packet(R::row(pass), R::packet(i))) = {};
     }
   }
 
   LA_DEVICE void find_level(const Piece& piece) {
     bool any = false;
+    sync();  // others still take off the level of the part before
     if (id() < Config::kInner) {
       const float own = p.levelled && id() < p.e ? la::level<float>(p.v, piece.head, p.m, id()) : 0.f;
       Pipe::level()[id()] = own;

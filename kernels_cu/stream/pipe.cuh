@@ -6,6 +6,11 @@
 //   free     a slot is no longer read                                                  scores, state -> courier
 //   made     weights and 1 / den of a chunk                                            scores -> state
 //   used     the same are no longer read                                               state -> scores
+//   staged   the result of a chunk                                                     state -> sender
+//   sent     the same may be written over                                              sender -> state
+//
+// Where rows have slots of their own (StreamConfig::kOwnRows), they are full and free by themselves; and done when the result has
+// taken their place, from where it is sent before they are free. In stream_key_value they are measured besides: |k| is known.
 #pragma once
 #include "stream/config.cuh"
 
@@ -28,18 +33,24 @@ struct Pipe {
   static constexpr int kSlots = Config::kSlots, kRowSlots = Config::kRowSlots;
   enum First {
     kFull = 0, kReady = kSlots, kFree = 2 * kSlots, kMade = 3 * kSlots, kUsed = kMade + 2,
-    kRowsFull = kUsed + 2, kRowsFree = kRowsFull + (Config::kOwnRows ? kRowSlots : 0), kEnd = kRowsFree + (Config::kOwnRows ? kRowSlots : 0)
+    kStaged = kUsed + 2, kSent = kStaged + 1, kDone = kSent + 1, kRowsFull = kDone + kRowSlots, kRowsFree = kRowsFull + kRowSlots,
+    kMeasured = kRowsFree + kRowSlots, kEnd = kMeasured + kRowSlots
   };
   static_assert(kEnd <= Config::kBarriers, "barriers must have room");
+  static constexpr bool kSlotSent = Config::kInPlace && !Config::kOwnRows;  // the sender gives a slot back
+  static constexpr int kReaders =
+      (kSlotSent ? 1 : Config::kStateWarps) + Config::kScoreWarps + (Config::kCausal ? Config::kCentreWarps : 0);  // of a slot
 
   // A part, and where its head is on the leading axes of the maps.
   enum Array { kQ, kK, kV, kDout, kDst, kSecond, kArrays };
   struct Piece : Part<Config> {
     i32 at[kArrays][3];
+    u64 second;  // as places.dst
 
     LA_DEVICE void describe(const StreamParams& params, u32 index) {
       Part<Config>::describe(params.p, index);
       this->start_count = params.p.start.kv == 0 ? 0.f : load_number<float>(start(params.p, *this).count, 0);
+      if constexpr (Config::kKeyValue) second = this->head.template address<typename Config::Arith>(params.of_second);
 #pragma unroll 1
       for (int array = 0; array < kArrays; ++array) {
 #pragma unroll
@@ -58,7 +69,8 @@ struct Pipe {
     i32 ordinal = 0, step = 0;
     Ring<kSlots> slot;
     Ring<kRowSlots> rows;
-    Ring<2> pair;
+    Ring<Config::kPairs> pair;
+    Ring<1> stage;
     LA_DEVICE bool exists(u32 parts) const { return part < parts; }
     LA_DEVICE bool begins() const { return step == 0; }
     // Whether a new part begins.
@@ -66,6 +78,7 @@ struct Pipe {
       slot.next();
       rows.next();
       pair.next();
+      stage.next();
       if (++step < chunks) return false;
       step = 0;
       part += static_cast<u32>(grid());
@@ -92,18 +105,20 @@ struct Pipe {
     if (thread() == 0) {
       for (int i = 0; i < kSlots; ++i) {
         mbarrier_init(barrier(kFull + i), 1);
-        mbarrier_init(barrier(kReady + i), Config::kSupplyWarps);
-        mbarrier_init(barrier(kFree + i), Config::kStateWarps + Config::kScoreWarps);
+        mbarrier_init(barrier(kReady + i), Config::kSupplyWarps + Config::kCentreWarps);
+        mbarrier_init(barrier(kFree + i), kReaders);
       }
-      for (int i = 0; Config::kOwnRows && i < kRowSlots; ++i) {
+      for (int i = 0; i < kRowSlots; ++i) {
+        mbarrier_init(barrier(kDone + i), Config::kStateWarps);
         mbarrier_init(barrier(kRowsFull + i), 1);
-        mbarrier_init(barrier(kRowsFree + i), Config::kStateWarps / 4 + Config::kScoreWarps);
+        mbarrier_init(barrier(kRowsFree + i), 1 + Config::kScoreWarps);
       }
-      for (int i = 0; i < 2; ++i) {
-        if (!Config::kHasRows) break;
+      for (int i = 0; i < 2 && Config::kHasRows; ++i) {
         mbarrier_init(barrier(kMade + i), Config::kScoreWarps);
         mbarrier_init(barrier(kUsed + i), Config::kStateWarps);
       }
+      mbarrier_init(barrier(kStaged), Config::kStateWarps);
+      mbarrier_init(barrier(kSent), 1);
     }
     for (int i = 0; Config::kHasRows && i < kRowSlots; ++i) fill<Config::kInner>(tile_a(i), 0);
     for (int slot = 0; slot < kSlots; ++slot) {
@@ -169,18 +184,18 @@ struct Pipe {
     return reinterpret_cast<float*>(shared() + Config::kColumnParts) + i * Config::kSupplyWarps * Config::kInner;
   }
   static LA_DEVICE typename Config::WeightsTile weights(i32 i) { return {shared() + Config::kWeights + i * Config::kWeightsBytes}; }
+  static LA_DEVICE typename Config::ColumnTile result(i32 i) { return {rows(i) + (Config::kKeyValue ? 0 : Config::kX)}; }
   static LA_DEVICE typename Config::ColumnTile stage() { return {shared() + Config::kStage}; }
   // By which a row of the result is multiplied, and with which the sum of C so far is added to it.
   static LA_DEVICE float* factors(i32 i, i32 which) {
     return reinterpret_cast<float*>(shared() + Config::kFactors) + (Config::kFactorLines * i + which) * Config::kChunk;
   }
-  // GradQ: the weights of a running sum; the mean of v before the chunk in a slot; the level of v; sums over a row, a line for each
+  // GradQ: the weights of a running sum; the mean of v before the chunk in a slot; sums over a row, a line for each
   // state warp; what a row's elements are made with.
   using OnesTile = typename Config::Arith::template Tile<64, 64>;
   static LA_DEVICE OnesTile ones() { return {shared() + Config::kOnes}; }
   static LA_DEVICE float* numbers(i32 at) { return reinterpret_cast<float*>(shared() + at); }
   static LA_DEVICE float* centre(i32 slot) { return numbers(Config::kCentres) + slot * Config::kInner; }
-  static LA_DEVICE float* level() { return numbers(Config::kLevel); }
   static LA_DEVICE float* dots(i32 warp) { return numbers(Config::kDots) + warp * Config::kChunk; }
   struct alignas(16) RowFactors { float of_result, of_running, along, inverse_length; };
   static LA_DEVICE RowFactors* row_factors() { return reinterpret_cast<RowFactors*>(shared() + Config::kRowFactors); }

@@ -19,13 +19,12 @@ struct StateWork {
   static constexpr int kInner = Config::kInner;
   static constexpr int kWide = Config::kCausal ? 36 : 32;  // with the sums of C's columns
 
-  const StreamParams& params;
   const Params& p;
   // Of the block at inner columns 8k and rows 8n, the lane's elements stand at 4k + 2n: row g, columns 2t, 2t + 1.
   float s[kInner / 2];
   float sum[2];  // of C's column P::column(c), before the chunk
 
-  LA_DEVICE explicit StateWork(const StreamParams& s) : params(s), p(s.p) {}
+  LA_DEVICE explicit StateWork(const Params& params) : p(params) {}
 
   LA_DEVICE void run() {
     const u32 parts = Pipe::parts(p);
@@ -43,7 +42,6 @@ struct StateWork {
       }
       finish(piece);
     }
-    if (Config::kHasRows && leads()) tma_wait_read();  // shared memory is there until then
   }
 
   static LA_DEVICE int group_column() { return warp_id() / 4 * 64; }
@@ -96,35 +94,29 @@ struct StateWork {
       Gradient<Config> gradient{p, piece, now};
       gradient.begin(result);
       if constexpr (Config::kCausal) {
-        wgmma_wait<1>();
+        wgmma_wait<0>();
         wgmma_pin(running);
+        wgmma_pin(s);
+        Pipe::arrive(Pipe::kFree, now.slot);
       }
       gradient.finish(result, running, before);
+      fence_async();
       sync_warp();
       Pipe::arrive(Pipe::kUsed, now.pair);
-      fence_async();
-      sync();
-      copy_out(piece, piece.rows_at(now.step), Pipe::tile_x(now.rows.at));
-      if (leads()) tma_wait_read();
-      sync();  // all of the result has left the slot
-      if (leads()) {
-        if constexpr (Config::kOwnRows) mbarrier_arrive(Pipe::barrier(Pipe::kRowsFree + now.rows.at));
-      }
+      Pipe::arrive(Pipe::kDone, now.rows);
     } else {
-      if (leads()) tma_wait_read();  // of the rows before
-      sync();
+      Pipe::wait_round_before(Pipe::kSent, now.stage);
       stage(result, before, pair);
+      fence_async();
       sync_warp();
       Pipe::arrive(Pipe::kUsed, now.pair);
-      fence_async();
-      sync();
-      copy_out(piece, piece.rows_at(now.step), Pipe::stage());
+      Pipe::arrive(Pipe::kStaged, now.stage);
+      if constexpr (Config::kCausal) {
+        wgmma_wait<0>();
+        wgmma_pin(s);
+      }
+      Pipe::arrive(Pipe::kFree, now.slot);
     }
-    if constexpr (Config::kCausal) {
-      wgmma_wait<0>();
-      wgmma_pin(s);
-    }
-    Pipe::arrive(Pipe::kFree, now.slot);
   }
 
   // The state as it enters the product, in GradQ less the product of its sums over keys with the mean of v: v is taken less its mean.
@@ -165,35 +157,6 @@ struct StateWork {
     sum[0] += sums[0];
     sum[1] += sums[2];
     Pipe::arrive(Pipe::kFree, now.slot);
-  }
-
-  // A warpgroup's columns of the staged rows are a panel of the tile.
-  template <class Tile>
-  LA_DEVICE void copy_out(const Piece& piece, Span span, const Tile& tile) const {
-    if (piece.places.dst == 0 || span.begin == span.end) return;
-    const i32 column = piece.column0 + group_column();
-    // Rows before an array's first are loaded as zeros, but to store them is an illegal instruction.
-    if (params.axes[Pipe::kDst][3] == 0 || span.begin > 0) return copy_rows(piece, span, tile);
-    if (!leads()) return;
-    const i32 (&at)[3] = piece.at[Pipe::kDst];
-    tma_store(&params.dst, tile.panel(group_column()), {column, static_cast<i32>(span.first), at[0], at[1], at[2]});
-    tma_commit();
-  }
-  static LA_DEVICE bool leads() { return warp_id() % 4 == 0 && lane_id() == 0; }
-  static LA_DEVICE void sync() { sync_named(2 + warp_id() / 4, 128); }
-
-  // Into an array that has no map.
-  template <class Tile>
-  LA_DEVICE void copy_rows(const Piece& piece, Span span, const Tile& tile) const {
-    const int left = (Config::kGradQ ? p.d : p.e) - piece.column0;
-    const i64 step = p.dst.row * 2;
-#pragma unroll 1
-    for (int i = thread() % 128; i < Config::kChunk * 8; i += 128) {
-      const int row = i / 8, packet = group_column() / 8 + i % 8;
-      if (!span.holds(row)) continue;
-      char* to = reinterpret_cast<char*>(piece.places.dst) + (span.first + row) * step + (piece.column0 + packet * 8) * 2;
-      store_packet<typename Config::Arith, 8>(p.dst, to, left - packet * 8, tile.packet(row, packet));
-    }
   }
 
   static LA_DEVICE void stage(const float (&result)[kWide], const float (&before)[2], i32 pair) {

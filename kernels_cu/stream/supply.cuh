@@ -1,5 +1,6 @@
-// The suppliers: they put rows, where they lie, through norm and feature map, or take the level off v, and sum the columns of B.
+// The suppliers: they put rows, where they lie, through norm and feature map, and sum the columns of k.
 #pragma once
+#include "stream/packets.cuh"
 #include "stream/pipe.cuh"
 
 namespace la {
@@ -37,20 +38,14 @@ struct Supply {
 
   LA_DEVICE void put(const Chunk& now, const Piece& piece) {
     const i32 slot = now.slot.at;
-    if (now.begins()) begin(piece);
-    if constexpr (Config::kHasRows) {
-      const auto tile = Config::kCausal ? Pipe::tile_b(slot) : Pipe::tile_a(now.rows.at);
-      if constexpr (Config::kGradQ) put_centre(tile, piece.count_before(now.step), slot);
-      else put_lines(tile, 0, sum);
-    }
     Sums<InnerRows> sums;
-    if constexpr (Config::kHasRows && !Config::kPlainRows) transform<InnerRows, false>(Pipe::tile_a(slot), sums);
-    if constexpr (Config::kCausal && Config::kGradQ) {
-      Sums<ColumnRows> none;
-      transform<ColumnRows, false>(Pipe::tile_c(slot), none);
-      take_level_off(Pipe::tile_b(slot), piece.sources_at(now.step), sums);
-    } else if constexpr (Config::kCausal) {
-      transform<InnerRows, true>(Pipe::tile_b(slot), sums);
+    if constexpr (Config::kGradQ) {
+      if constexpr (Config::kCausal) transform<ColumnRows>(Pipe::tile_c(slot));
+    } else {
+      if (now.begins()) begin(piece);
+      if constexpr (Config::kHasRows) put_lines(Config::kCausal ? Pipe::tile_b(slot) : Pipe::tile_a(now.rows.at), sum);
+      if constexpr (Config::kHasRows && !Config::kPlainRows) transform<InnerRows>(Pipe::tile_a(slot));
+      if constexpr (Config::kCausal) transform(Pipe::tile_b(slot), sums);
     }
     if (Config::kHasRows && !Config::kGradQ && p.b_float == 0.f) {
       sync();
@@ -59,51 +54,16 @@ struct Supply {
     fence_async();
     sync_warp();
     Pipe::arrive(Pipe::kReady, now.slot);
-    if constexpr (Config::kCausal) {
+    if constexpr (Config::kCausal && !Config::kGradQ) {
       add_sums(sums, Pipe::column_parts(now.pair.at));
-      if (!Config::kGradQ && now.step + 1 == piece.chunks) finish(piece);
+      if (now.step + 1 == piece.chunks) finish(piece);
     }
   }
 
-  // The sum before the first chunk; in GradQ also the level of v.
+  // The sum before the first chunk.
   LA_DEVICE void begin(const Piece& piece) {
-    const int width = Config::kGradQ ? p.e : p.d;
     sum = 0;
-    if (p.start.kv != 0 && id() < width) {
-      const StatePlace start = Pipe::start(p, piece);
-      sum = load_number<float>(Config::kGradQ ? start.v_sum : start.k_sum, id());
-    }
-    if constexpr (Config::kGradQ && Config::kCausal) {
-      bool any = false;
-      if (id() < Config::kInner) {
-        const float own = p.levelled && id() < p.e ? la::level<float>(p.v, piece.head, p.m, id()) : 0.f;
-        Pipe::level()[id()] = own;
-        any = own != 0.f;
-      }
-      levelled = sync_any(any);
-    }
-  }
-
-  // Whether any supplier says so, for all of them.
-  static LA_DEVICE bool sync_any(bool any) {
-    float* const said = Pipe::numbers(Config::kFlags);
-    const bool of_warp = warp_any(any);
-    if (lane_id() == 0) said[warp()] = of_warp ? 1.f : 0.f;
-    sync();
-    bool found = false;
-    for (int w = 0; w < Config::kSupplyWarps; ++w) found = found || said[w] != 0.f;
-    return found;
-  }
-  bool levelled;
-
-  // GradQ: the mean of v before the chunk, and what is left of the sum; see Block::set_centre.
-  template <class Tile>
-  LA_DEVICE void put_centre(const Tile& tile, float count, i32 slot) const {
-    if (id() >= Config::kInner) return;
-    const float centre = p.normalize && count > 0.f ? sum * ptx::reciprocal(count) : 0.f;
-    Pipe::centre(slot)[id()] = centre;
-    put_lines(tile, 0, centre);
-    put_lines(tile, 4, ptx::fma(-count, centre, sum));
+    if (p.start.kv != 0 && id() < p.d) sum = load_number<float>(Pipe::start(p, piece).k_sum, id());
   }
 
   // The sums behind the last chunk.
@@ -116,12 +76,12 @@ struct Supply {
 
   // See StreamConfig::kRows.
   template <class Tile>
-  LA_DEVICE void put_lines(const Tile& tile, int first, float x) const {
+  LA_DEVICE void put_lines(const Tile& tile, float x) const {
     if (id() >= Config::kInner) return;
 #pragma unroll
     for (int line = 0; line < 3; ++line) {
       const u16 bits = to_bf16(x);
-      reinterpret_cast<bf16*>(tile.packet(Config::kChunk + first + line, id() / 8))[id() % 8].bits = bits;
+      reinterpret_cast<bf16*>(tile.packet(Config::kChunk + line, id() / 8))[id() % 8].bits = bits;
       x -= bf16_low(bits);
     }
   }
@@ -133,29 +93,30 @@ struct Supply {
   // few registers.
   template <class R> struct Sums { float x[R::kPerLane / 2][8]; };
 
-  template <class R, bool Sum, class Tile>
-  LA_DEVICE void transform(const Tile& tile, Sums<R>& sums) const {
-    static_assert(Feature::kAtZero == 0, "zeros outside the array must stay zeros");
-    R rows;
-    typename R::Norms norms = rows.take_norms(p, tile);
-    each_packet<Sum>(rows, tile, sums, [&](typename R::Batch& v) {
-      R::normalise(p, v, norms);
-      R::each(v, [](float& x, int, int) { x = Feature::value(x); });
-      R::store(tile, v);
-    });
-  }
-
   template <class Tile>
-  LA_DEVICE void take_level_off(const Tile& tile, Span span, Sums<InnerRows>& sums) const {
+  LA_DEVICE void transform(const Tile& tile, Sums<InnerRows>& sums) const {
     InnerRows rows;
-    each_packet<true>(rows, tile, sums, [&](typename InnerRows::Batch& v) {
-      if (!levelled) return;
-      InnerRows::subtract(v, span, Pipe::level());
+    typename InnerRows::Norms norms = rows.take_norms(p, tile);
+    each_packet(rows, tile, sums, [&](typename InnerRows::Batch& v) {
+      InnerRows::normalise(p, v, norms);
+      InnerRows::each(v, [](float& x, int, int) { x = Feature::value(x); });
       InnerRows::store(tile, v);
     });
   }
 
-  template <bool Sum, class R, class Tile, class F>
+  // The same without sums.
+  template <class R, class Tile>
+  LA_DEVICE void transform(const Tile& tile) const {
+    static_assert(Feature::kAtZero == 0, "zeros outside the array must stay zeros");
+    R rows;
+    const typename R::Norms norms = rows.take_norms(p, tile);
+    la::each_packet<R>(tile, [&](float (&x)[8], int pass) {
+#pragma unroll
+      for (float& one : x) one = Feature::value(one * norms.factor[pass]);
+    });
+  }
+
+  template <class R, class Tile, class F>
   static LA_DEVICE void each_packet(R& rows, const Tile& tile, Sums<R>& half, F f) {
     constexpr int kPerLane = R::kPerLane;
 #pragma unroll
@@ -177,10 +138,8 @@ struct Supply {
           for (int j = 0; j < 8; ++j) sums[i % 2][j] += v.row[0].x[0][j];
         }
       }
-      if constexpr (Sum) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) half.x[pair][j] = sums[0][j] + shuffle_xor(sums[1][j], 4);
-      }
+      for (int j = 0; j < 8; ++j) half.x[pair][j] = sums[0][j] + shuffle_xor(sums[1][j], 4);
     }
   }
 
