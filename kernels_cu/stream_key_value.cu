@@ -23,7 +23,7 @@ LA_KERNEL(Config::kThreads, 1) stream_key_value(LA_GRID_CONSTANT const StreamPar
     KeyValueScore<Config>{params.p}.run();
   } else if (warp_id() < Config::kCourier) {
     Config::template share_registers<Config::kSupplyRegisters>();
-    KeyValueSupply<Config>{params.p, false}.run();
+    KeyValueSupply<Config>{params.p, {}}.run();
   } else {
     Config::template share_registers<Config::kCourierRegisters>();
     if (warp_id() == Config::kSender) {

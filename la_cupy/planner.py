@@ -268,10 +268,10 @@ class Planner:
         return state_spec(self.arith, feature, p.d, p.e, is_reversed, self.device)
 
     def prepass_spec(self, is_reversed: bool) -> StateSpec | StreamSpec:
-        """What sums over a piece; `stream` where v is taken as it is."""
+        """What sums over a piece; over keys, `stream` where it can."""
         p = self.p
         of = self.arith, p.options.feature_map, p.d, p.e, True, self.device
-        stream = None if is_reversed or p.levelled else stream_spec(KEYS, *of)
+        stream = None if is_reversed else stream_spec(KEYS, *of)
         return stream or self.state_spec(is_reversed)
 
     def total(

@@ -201,6 +201,12 @@ def scaled(case: Case, sizes: tuple[float, ...]) -> Inputs:
     return x._replace(q=times(x.q, 0), k=times(x.k, 1))
 
 
+def far_apart(x: Inputs) -> Inputs:
+    """The same, of which each of five heads has another mean of v."""
+    means = np.array([0, 100, -50, 7, 300])[:, None, None]
+    return x._replace(v=(x.v.astype(np.float64) + means).astype(x.v.dtype))
+
+
 @causal_or_not
 def test_rows_that_are_not_finite_stay_in_their_head(causal: bool) -> None:
     """Also where the next part of the block has other heads."""

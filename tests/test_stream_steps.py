@@ -24,8 +24,7 @@ from emulation import runner
 from emulation.backend import H200, emulated_map
 from plans import sums
 from test_kernels_emulated import Emulation
-from test_stream import ONE_BLOCK, SIZES, a_case, scaled
-from test_stream_gradients import heads_apart
+from test_stream import ONE_BLOCK, SIZES, a_case, far_apart, scaled
 
 from la_cupy.device import DeviceInfo
 from la_cupy.kernels import StreamedSpec
@@ -108,7 +107,9 @@ def switched() -> dict[str, Any]:
     changes = {}
     for path in FILES:
         text = path.read_text()
-        new = STEP.sub(lambda match: f"if (la_missing_step != {next(numbers)}) {match[0]}", text)
+        new = STEP.sub(
+            lambda match: f"{{ if (la_missing_step != {next(numbers)}) {match[0]} }}", text
+        )
         if path.name == "config.cuh":
             variable = '__attribute__((visibility("default"), used)) int la_missing_step = -1;'
             new = new.replace("namespace la {", f'extern "C" inline {variable}\nnamespace la {{', 1)
@@ -207,8 +208,7 @@ def watched(name: str) -> tuple[Watched, ...]:
     """The launches of a case, forward and backward."""
     case, device = CASES[name]
     x = scaled(case, SIZES["mixed"]) if name == "sizes" else make_inputs(case)
-    if name == "levels":
-        x = heads_apart(x)
+    x = far_apart(x) if name == "levels" else x
     options = {**case.options, "initial_state": x.initial_state}
     forward, backward = Recorder(device), Recorder(device)
     problem = forward_problem(x.q, x.k, x.v, **options)

@@ -5,7 +5,7 @@
 
 namespace la {
 
-// Only the sums over the keys, as `accumulate` takes them: B is phi(k), C is v, and there are no rows.
+// Only the sums over the keys, as `accumulate` takes them: B is phi(k), C is v (less its level), and there are no rows.
 struct Keys { static constexpr bool kReversed = false, kKeyFeatures = true, kThroughFeatures = false; };
 
 // Inner, Columns: as in SweepConfig. A, B and C of a chunk lie in one of kSlots slots, a ring that suppliers fill.
@@ -82,6 +82,7 @@ struct StreamConfig {
   static constexpr int kStage = kOnes + kOnesBytes;
   static constexpr int kFactors = kStage + kStageBytes;                            // [2][kFactorLines][kChunk], see Pipe::factors
   static constexpr int kColumnParts = kFactors + 8 * kFactorLines * kChunk;        // [2][kSupplyWarps][Inner]
+  static constexpr int kLevel = kFactors, kFlags = kLevel + 4 * Columns;          // [Columns], [kSupplyWarps]: of Keys, which makes no factors
   static constexpr int kCentres = kColumnParts + (Causal && !kGradQ ? 8 * kSupplyWarps * Inner : 0);  // [6][Inner]
   static constexpr int kDots = kCentres + (kGradQ ? 24 * Inner : 0);               // [kStateWarps][kChunk]
   static constexpr int kRowFactors = kDots + (kGradQ ? 4 * kStateWarps * kChunk : 0);  // [kChunk] of 4

@@ -39,7 +39,6 @@ struct KeyValuePipe : Pipe<Config> {
   static LA_DEVICE typename Config::CopyTile copy() { return {Base::shared() + Config::kCopy}; }
   static LA_DEVICE float* delta(i32 slot) { return Base::numbers(Config::kDelta) + slot * Config::kChunk; }
   static LA_DEVICE float* offset(i32 slot) { return Base::numbers(Config::kOffset) + slot * Config::kChunk; }  // a / b |q|
-  static LA_DEVICE float* level() { return Base::numbers(Config::kLevel); }
   static LA_DEVICE float* along() { return Base::numbers(Config::kAlong); }
 };
 

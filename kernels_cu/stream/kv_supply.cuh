@@ -1,7 +1,7 @@
 // The suppliers of `stream_key_value`: dout times b / (|q| den), and what is taken of each query besides; v less its level.
 #pragma once
 #include "stream/kv_pipe.cuh"
-#include "stream/packets.cuh"
+#include "stream/level.cuh"
 
 namespace la {
 
@@ -13,10 +13,7 @@ struct KeyValueSupply {
   using R = Rows<typename Config::Arith, Config::kInner, Config::kChunk, Config::kSupplyThreads, 32 * Config::kFirstSupply>;
 
   const Params& p;
-  bool levelled;
-
-  static LA_DEVICE i32 id() { return thread() - 32 * Config::kFirstSupply; }
-  static LA_DEVICE void sync() { sync_named(1, Config::kSupplyThreads); }
+  PartLevel<Config> level;
 
   LA_DEVICE void run() {
     const u32 parts = Pipe::parts(p);
@@ -25,7 +22,7 @@ struct KeyValueSupply {
     while (now.exists(parts)) {
       Pipe::wait(Pipe::kFull, now.slot);
       const Piece& piece = Pipe::piece(now.ordinal);
-      if (now.begins()) find_level(piece);
+      if (now.begins()) level.find(p, piece);
       put(now, piece);
       now.next(piece.chunks);
     }
@@ -65,7 +62,7 @@ struct KeyValueSupply {
       for (float& one : x) one *= den[pass];
     });
     Pipe::wait(Pipe::kRowsFull, now.rows);
-    if (levelled) R::subtract(Pipe::v(now.rows.at), piece.rows_at(now.step), Pipe::level());
+    level.take_off(Pipe::v(now.rows.at), piece.rows_at(now.step));
     fence_async();
     sync_warp();
     Pipe::arrive(Pipe::kReady, now.slot);
@@ -99,21 +96,6 @@ struct KeyValueSupply {
 #pragma unroll
       for (int i = 0; i < R::kPerLane; ++i) *reinterpret_cast<Word4*>(tile.packet(R::row(pass), R::packet(i))) = {};
     }
-  }
-
-  LA_DEVICE void find_level(const Piece& piece) {
-    bool any = false;
-    sync();  // others still take off the level of the part before
-    if (id() < Config::kInner) {
-      const float own = p.levelled && id() < p.e ? la::level<float>(p.v, piece.head, p.m, id()) : 0.f;
-      Pipe::level()[id()] = own;
-      any = own != 0.f;
-    }
-    float* const said = Pipe::numbers(Config::kFlags);
-    const bool of_warp = warp_any(any);
-    if (lane_id() == 0) said[warp_id() - Config::kFirstSupply] = of_warp ? 1.f : 0.f;
-    sync();
-    levelled = said[0] + said[1] + said[2] + said[3] != 0.f;
   }
 };
 

@@ -1,7 +1,6 @@
-// The suppliers: they put rows, where they lie, through norm and feature map, and sum the columns of k.
+// The suppliers: they put rows, where they lie, through norm and feature map, and sum the columns of k; in Keys, v less its level.
 #pragma once
-#include "stream/packets.cuh"
-#include "stream/pipe.cuh"
+#include "stream/level.cuh"
 
 namespace la {
 
@@ -18,6 +17,7 @@ struct Supply {
   const Params& p;
   u32 parts;
   float sum;  // of column id() of B before the chunk
+  PartLevel<Config> level;
 
   LA_DEVICE explicit Supply(const Params& params) : p(params), parts(Pipe::parts(params)), sum(0) {}
 
@@ -46,6 +46,10 @@ struct Supply {
       if constexpr (Config::kHasRows) put_lines(Config::kCausal ? Pipe::tile_b(slot) : Pipe::tile_a(now.rows.at), sum);
       if constexpr (Config::kHasRows && !Config::kPlainRows) transform<InnerRows>(Pipe::tile_a(slot));
       if constexpr (Config::kCausal) transform(Pipe::tile_b(slot), sums);
+      if constexpr (!Config::kHasRows) {
+        if (now.begins()) level.find(p, piece);
+        level.take_off(Pipe::tile_c(slot), piece.sources_at(now.step));
+      }
     }
     if (Config::kHasRows && !Config::kGradQ && p.b_float == 0.f) {
       sync();

@@ -1,0 +1,42 @@
+// The level of a part's columns of v (chunk/level.cuh), which the suppliers take off its rows.
+#pragma once
+#include "stream/packets.cuh"
+#include "stream/pipe.cuh"
+
+namespace la {
+
+template <class Config>
+struct PartLevel {
+  using Pipe = la::Pipe<Config>;
+  using R = Rows<typename Config::Arith, Config::kColumns, Config::kChunk, Config::kSupplyThreads, 32 * Config::kFirstSupply>;
+  static_assert(Config::kColumns <= Config::kSupplyThreads && Config::kSupplyWarps == 4, "a thread has a column, a warp a flag");
+
+  bool any = false;  // whether a column has another than 0
+
+  static LA_DEVICE float* columns() { return Pipe::numbers(Config::kLevel); }
+  static LA_DEVICE void sync() { sync_named(1, Config::kSupplyThreads); }
+
+  // When a part begins.
+  LA_DEVICE void find(const Params& p, const typename Pipe::Piece& piece) {
+    if (!p.levelled) return;
+    const i32 id = thread() - 32 * Config::kFirstSupply, column = piece.column0 + id;
+    float own = 0;
+    sync();  // others still take off the level of the part before
+    if (id < Config::kColumns) {
+      if (column < p.e) own = la::level<float>(p.v, piece.head, p.m, column);
+      columns()[id] = own;
+    }
+    float* const said = Pipe::numbers(Config::kFlags);
+    const bool of_warp = warp_any(own != 0.f);
+    if (lane_id() == 0) said[warp_id() - Config::kFirstSupply] = of_warp ? 1.f : 0.f;
+    sync();
+    any = said[0] + said[1] + said[2] + said[3] != 0.f;
+  }
+
+  template <class Tile>
+  LA_DEVICE void take_off(const Tile& tile, Span rows) const {
+    if (any) R::subtract(tile, rows, columns());
+  }
+};
+
+}  // namespace la
