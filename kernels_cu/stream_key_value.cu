@@ -1,8 +1,9 @@
-// stream_key_value: dk and dv in one walk backwards on sm_90a, as stream.cu walks forwards.
+// stream_key_value: dk and dv in one walk backwards on sm_90a, as stream.cu walks forwards; or, Queries, only the sums over queries.
 //
 //   grid     as many blocks as there is room for, each with several parts one after the other: (head, segment) each
 //   reads    q, k, v, dout, den, delta; the gradient of the state behind the segment
 //   writes   the rows of dk and dv in its segment
+//            Queries: slot `segment` of the workspace p.final, as accumulate.cu
 #include "stream/courier.cuh"
 #include "stream/sender.cuh"
 #include "stream/kv_length.cuh"
@@ -20,16 +21,16 @@ LA_KERNEL(Config::kThreads, 1) stream_key_value(LA_GRID_CONSTANT const StreamPar
     KeyValueState<Config>(params.p).run();
   } else if (warp_id() < Config::kFirstSupply) {
     Config::template share_registers<Config::kScoreRegisters>();
-    KeyValueScore<Config>{params.p}.run();
+    if constexpr (Config::kHasRows) KeyValueScore<Config>{params.p}.run();
   } else if (warp_id() < Config::kCourier) {
     Config::template share_registers<Config::kSupplyRegisters>();
-    KeyValueSupply<Config>{params.p, {}}.run();
+    KeyValueSupply<Config>(params.p).run();
   } else {
     Config::template share_registers<Config::kCourierRegisters>();
     if (warp_id() == Config::kSender) {
-      Sender<Config>{params}.run();
-    } else if (warp_id() >= Config::kFirstLength) {
-      KeyLength<Config>{params.p}.run();
+      if constexpr (Config::kHasRows) Sender<Config>{params}.run();
+    } else if (Config::kHasRows && warp_id() >= Config::kFirstLength) {
+      if constexpr (Config::kHasRows) KeyLength<Config>{params.p}.run();
     } else if (thread() == 32 * Config::kCourier) {
       Courier<Config>{params}.run();
     }

@@ -25,6 +25,9 @@ ROLES = ("Forward", "GradQ", "GradV", "GradK")
 KEYS = "Keys"
 """The role of `stream` that makes no result: it sums over keys, as `accumulate` does."""
 
+QUERIES = "Queries"
+"""The same of `stream_key_value`, over queries."""
+
 _ELEMENT = {"Bf16": 2, WGMMA: 2, STREAM: 2, "Tf32": 4, "Tf32x3": 4, "F64": 8}
 _STREAM_SHARED = 232448  # shared memory of a block on sm_90
 _BLOCK_RESERVED = 1024  # shared memory that CUDA itself takes from a multiprocessor for a block
@@ -218,31 +221,40 @@ class StreamSpec(KernelSpec):
 class KeyValueSpec(KernelSpec):
     """`stream_key_value`: dk and dv in one walk backwards on sm_90a."""
 
+    role: str
+
     source = "stream_key_value.cu"
-    role = "GradKV"
     causal = True
-    has_rows = True
+    reversed = True
     through_features = False
     resident = 1
 
     @property
+    def has_rows(self) -> bool:
+        """Whether it makes results, and not only sums."""
+        return self.role != QUERIES
+
+    @property
     def threads(self) -> int:
-        return 32 * (self.workers + 12)
+        return 32 * (self.workers + (12 if self.has_rows else 8))
 
     @property
     def name(self) -> str:
         """The kernel's C++ name."""
         return (
-            f"la::stream_key_value<la::KeyValueConfig<la::{self.arith}, "
+            f"la::stream_key_value<la::KeyValueConfig<la::{self.arith}, la::{self.role}, "
             f"la::{FEATURES[self.feature]}, {self.inner}>>"
         )
 
     @property
     def shared_bytes(self) -> int:
         """kSharedBytes of the configuration."""
-        slots, rows = (3, 2) if self.inner == 128 else (6, 4)
+        slots, rows = ((3, 2) if self.inner == 128 else (6, 4)) if self.has_rows else (6, 1)
         tile = self._tile(self.inner)
-        tiles = 2 * (slots + rows) * tile + 2 * 72 * 128 + self.inner * self.inner * 2
+        if self.has_rows:
+            tiles = 2 * (slots + rows) * tile + 2 * 72 * 128 + self.inner * self.inner * 2
+        else:
+            tiles = 2 * slots * (tile + 8 * 128)
         numbers = (2 * slots + 3 * rows) * 64 + self.inner + (self.workers + 1) * 64 + 8
         return tiles + 4 * numbers + 16 * 240 + 8 * 48
 
@@ -452,7 +464,7 @@ def stream_spec(
 
 
 def key_value_spec(
-    arith: str, feature: str, d: int, e: int, device: DeviceInfo
+    arith: str, feature: str, d: int, e: int, device: DeviceInfo, role: str = "GradKV"
 ) -> KeyValueSpec | None:
     """The specialisation of `stream_key_value`, where there is one."""
     width = padded(d, STREAM)
@@ -460,7 +472,7 @@ def key_value_spec(
         return None
     if width != padded(e, STREAM):
         return None
-    spec = KeyValueSpec(STREAM, feature, width, width, 64, 2)
+    spec = KeyValueSpec(STREAM, feature, width, width, 64, 2, role)
     return spec if spec.shared_bytes <= device.shared_per_block else None
 
 

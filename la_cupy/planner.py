@@ -7,6 +7,7 @@ from .device import DeviceInfo
 from .kernels import (
     EXPONENTIAL,
     KEYS,
+    QUERIES,
     KeyValueSpec,
     StateSpec,
     StreamedSpec,
@@ -44,7 +45,7 @@ _LAUNCH_COST = 8.0  # microseconds that a further launch takes, ramp and drain i
 _GRANULE_COST = 4.0  # microseconds that a block of `sweep` needs for a granule, about
 _STATE_COST = 1.6  # the same of `accumulate`
 _STREAM_COSTS = {64: 1.3, 128: 2.2}  # of `stream`, by the wider of D and E
-_KEYS_COSTS = {64: 0.7, 128: 1.2}
+_SUMS_COSTS = {64: 0.7, 128: 1.2}  # where there are no rows
 # `stream` multiplies a / b, or a and b, with lengths of rows and counts: 1e30 and 1e5 are in range then.
 _FARTHEST = 1e3
 _ONE_CHUNK = "one chunk does not fill the warps that it has for several"
@@ -157,8 +158,8 @@ class Planner:
     @staticmethod
     def granule_cost(spec: WalkSpec | StateSpec) -> float:
         """Microseconds that a block needs for a granule, where all of the GPU is busy."""
-        if isinstance(spec, StreamSpec):
-            costs = _STREAM_COSTS if spec.has_rows else _KEYS_COSTS
+        if isinstance(spec, StreamSpec) or (isinstance(spec, KeyValueSpec) and not spec.has_rows):
+            costs = _STREAM_COSTS if spec.has_rows else _SUMS_COSTS
             return costs[max(spec.inner, spec.columns)]
         return _STATE_COST if isinstance(spec, StateSpec) else _GRANULE_COST
 
@@ -236,7 +237,7 @@ class Planner:
         names = ("q", "dout") if is_reversed else ("k", "v")
         tensors = {x: self.arrays.tensor(x) for x in names}
 
-        def walk(spec: StateSpec | StreamSpec) -> Walk:
+        def walk(spec: StateSpec | StreamedSpec) -> Walk:
             splits = -(-p.e // spec.columns) * -(-p.d // spec.inner)
             chunks, each = -(-span.chunks // spec.chunk), span.each // spec.chunk
             course = replace(span, chunks=chunks, each=each, splits=splits)
@@ -249,7 +250,7 @@ class Planner:
         made = stream_launch(p, stream, walk(stream), resident_blocks(stream, self.device))
         return launch if made is None else replace(made, instead=(launch,))
 
-    def state_blocks(self, spec: StateSpec | StreamSpec) -> int:
+    def state_blocks(self, spec: StateSpec | StreamedSpec) -> int:
         """Blocks of a pre-pass for each piece."""
         splits = -(-self.p.e // spec.columns) * -(-self.p.d // spec.inner)
         return self.arrays.state_axes.heads * splits
@@ -267,11 +268,16 @@ class Planner:
         feature = p.options.feature_map
         return state_spec(self.arith, feature, p.d, p.e, is_reversed, self.device)
 
-    def prepass_spec(self, is_reversed: bool) -> StateSpec | StreamSpec:
-        """What sums over a piece; over keys, `stream` where it can."""
-        p = self.p
-        of = self.arith, p.options.feature_map, p.d, p.e, True, self.device
-        stream = None if is_reversed else stream_spec(KEYS, *of)
+    def prepass_spec(self, is_reversed: bool) -> StateSpec | StreamedSpec:
+        """What sums over a piece: `stream` or `stream_key_value` where they can."""
+        of = self.arith, self.p.options.feature_map, self.p.d, self.p.e
+        stream: StreamedSpec | None
+        if not is_reversed:
+            stream = stream_spec(KEYS, *of, True, self.device)
+        elif self.why_not_key_value():
+            stream = None
+        else:
+            stream = key_value_spec(*of, self.device, QUERIES)
         return stream or self.state_spec(is_reversed)
 
     def total(

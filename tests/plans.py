@@ -15,6 +15,7 @@ from specialisations import register_limit
 from la_cupy.device import DeviceInfo
 from la_cupy.kernels import (
     KEYS,
+    QUERIES,
     KernelSpec,
     KeyValueSpec,
     NoKernelError,
@@ -143,8 +144,8 @@ def all_launches(plan: Plan) -> list[Launch]:
 
 
 def sums(spec: Spec) -> bool:
-    """Whether it only sums over a piece of the sequence: `accumulate`, or `stream` in that role."""
-    return isinstance(spec, StateSpec) or getattr(spec, "role", None) == KEYS
+    """Whether it only sums over a piece of the sequence: `accumulate`, or another in that role."""
+    return isinstance(spec, StateSpec) or getattr(spec, "role", None) in (KEYS, QUERIES)
 
 
 # --- what holds for every plan
@@ -193,11 +194,12 @@ def assert_has_maps(launch: Launch) -> None:
     spec = launch.spec
     mapped = {name for _, name, _ in launch.maps}
     assert mapped <= {name for _, name, _ in launch.pointers}
-    read = {"k", "v"} if sums(spec) or spec.causal else set()
-    read |= set() if sums(spec) else {"q"} if spec.role == "Forward" else {"q", "dout"}
+    read = {"k", "v"} if spec.role != QUERIES and spec.causal else set()
+    read |= set() if spec.role == KEYS else {"q"} if spec.role == "Forward" else {"q", "dout"}
     results = {"out", *(x for name in ("dq", "dk", "dv") for x in (name, f"{name}.heads"))}
     assert mapped - results == read
-    roles = ("GradK", "GradV") if isinstance(spec, KeyValueSpec) else (spec.role,)
+    both = isinstance(spec, KeyValueSpec) and not sums(spec)
+    roles = ("GradK", "GradV") if both else (spec.role,)
     assert len(launch.instead) == len(roles)
     for other, role in zip(launch.instead, roles, strict=True):
         assert not other.maps and not other.instead
@@ -208,7 +210,7 @@ def assert_has_maps(launch: Launch) -> None:
     dst = PARAMS.fields["dst"][1]
     made = {(at - shift, *rest) for at, *rest in launch.pointers if at != second}
     assert made == {*launch.instead[0].pointers}
-    if isinstance(spec, KeyValueSpec):
+    if both:
         assert results & mapped == {name for at, name, _ in launch.pointers if at == second} | {
             name for at, name, _ in made if at == dst
         }, "both results have maps"

@@ -11,6 +11,7 @@ from la_cupy.kernels import (
     ARITHMETIC,
     FEATURES,
     KEYS,
+    QUERIES,
     ROLES,
     STREAM,
     NoKernelError,
@@ -66,6 +67,10 @@ def matrix_spec(
         stream = stream_spec(KEYS, arith, feature, d, e, True, device)
         if stream is not None:
             return stream
+    if mapped and not shared and role == "queries":
+        both = key_value_spec(arith, feature, d, e, device, QUERIES)
+        if both is not None:
+            return both
     return state_spec(arith, feature, d, e, role == "queries", device)
 
 
@@ -126,7 +131,7 @@ def specialisations(
 
 def choices(spec: MatrixSpec) -> tuple[tuple[str, object], ...]:
     """What was chosen, as (name, value): that of which a cover has all pairs."""
-    walks = isinstance(spec, WalkSpec) and spec.role != KEYS
+    walks = isinstance(spec, WalkSpec) and spec.role not in (KEYS, QUERIES)
     sums = not walks and ("queries" if getattr(spec, "reversed", False) else "keys")
     kernel = spec.role if walks else sums
     causal = spec.causal if walks else None
@@ -148,7 +153,8 @@ def choices(spec: MatrixSpec) -> tuple[tuple[str, object], ...]:
 def pairwise(specs: Iterable[MatrixSpec]) -> Iterator[MatrixSpec]:
     """Few of `specs`, in which every two choices occur together that do so in one of `specs`.
 
-    Greedy: for the first pair that is still missing, the spec that brings most missing pairs.
+    Greedy: for the first pair that is still missing, the spec that brings most missing pairs, of
+    which rare ones count for more.
     """
     pairs = {spec: frozenset(combinations(choices(spec), 2)) for spec in specs}
     having: dict[object, list[MatrixSpec]] = {}
@@ -156,10 +162,11 @@ def pairwise(specs: Iterable[MatrixSpec]) -> Iterator[MatrixSpec]:
         for pair in sorted(own, key=str):
             having.setdefault(pair, []).append(spec)
     missing = set(having)
+    rarity = {pair: 1_000_000 // len(own) for pair, own in having.items()}
     # Pairs that few specs have come first: those leave no choice, the others are then often met.
     for pair in sorted(having, key=lambda pair: (len(having[pair]), str(pair))):
         if pair in missing:
-            best = max(having[pair], key=lambda spec: len(pairs[spec] & missing))
+            best = max(having[pair], key=lambda spec: sum(rarity[x] for x in pairs[spec] & missing))
             missing -= pairs[best]
             yield best
 

@@ -30,6 +30,7 @@ from la_cupy.device import DeviceInfo
 from la_cupy.kernels import (
     FEATURES,
     KEYS,
+    QUERIES,
     STREAM,
     WGMMA,
     KernelSpec,
@@ -62,7 +63,8 @@ def examine(spec: Spec, arch: str) -> list[str]:
         faults.append(f"{kernel.registers} registers, of which {spec.threads} threads have {most}")
     if isinstance(spec, KernelSpec):
         found = kernel.instructions()
-        stores = ("UTMASTG",) if isinstance(spec, StreamedSpec) and spec.role != KEYS else ()
+        sums = isinstance(spec, StreamedSpec) and spec.role in (KEYS, QUERIES)
+        stores = ("UTMASTG",) if isinstance(spec, StreamedSpec) and not sums else ()
         for wanted in (*INSTRUCTIONS.get(spec.arith, ("HMMA",)), *stores):
             if not found[wanted]:
                 faults.append(f"no {wanted} among its {found.total()} instructions")
@@ -133,9 +135,10 @@ def test_cover_has_stream_with_every_choice() -> None:
     assert {x for name, x in every if name == "stream"} == walks | {("keys", None)}
 
 
-def test_cover_has_every_walk_that_makes_dk_and_dv() -> None:
+def test_cover_has_every_walk_backwards() -> None:
     found = [spec for spec in specialisations(H200) if isinstance(spec, KeyValueSpec)]
-    assert {spec.inner for spec in found} == {64, 128} and len(found) == 2
+    expected = {(role, width) for role in ("GradKV", QUERIES) for width in (64, 128)}
+    assert {(spec.role, spec.inner) for spec in found} == expected and len(found) == 4
     assert set(found) <= set(cover(H200))
 
 

@@ -28,7 +28,7 @@ from test_stream import (
 
 from la_cupy import reference
 from la_cupy.device import DeviceInfo
-from la_cupy.kernels import StreamedSpec
+from la_cupy.kernels import QUERIES, StreamedSpec
 from la_cupy.plan import Plan
 from la_cupy.problem import backward_problem
 from la_cupy.records import Launch, suited
@@ -180,6 +180,78 @@ def test_segments(n: int, m: int, data: str) -> None:
         assert record(launch)["segments"] > 1
     for launch in run_and_check(case, ONE_BLOCK).values():
         assert record(launch)["segments"] == 1
+
+
+# --- sums over queries
+
+
+def sum_over_queries(plan: Plan) -> Launch:
+    (found,) = (x for x in plan.launches if sums(x.spec) and getattr(x.spec, "reversed", False))
+    return found
+
+
+def check_sums_over_queries(case: Case, x: Inputs, order: str = "forward") -> None:
+    """By what they are the gradient of; on one block, in a part for each head."""
+    results, plan = gradients(case, x, ONE_BLOCK, order)
+    launch = sum_over_queries(plan)
+    assert launch.spec.role == QUERIES and (launch.grid, parts(launch)) == (1, 5), str(plan)
+    options = {**case.reference_options, "initial_state": x.initial_state}
+    made = reference.linear_attention_vjp(x.dout, x.q, x.k, x.v, dstate=x.dstate, **options)
+    expected = name_results(grads=made)
+    check(case, x, results, expected, [name for name in expected if name.startswith("dinitial")])
+
+
+@pytest.mark.parametrize("order", runner.ORDERS)
+@pytest.mark.parametrize("n,m", [(250, 250), (70, 130), (130, 100), (30, 70)])
+@causal_or_not
+def test_sums_over_queries(causal: bool, n: int, m: int, order: str) -> None:
+    case = a_case(n, m, lead=(5,), causal=causal, initial="full", dstate="full", data="mean16")
+    check_sums_over_queries(case, make_inputs(case), order)
+
+
+SUM_OPTIONS: dict[str, dict[str, Any]] = {
+    "a": {"a": -0.3, "b": 0.0},
+    "b": {"a": 0.0, "b": -0.7},
+    "both": {"a": 0.4, "b": 3.0},
+    "not normalised": {"normalize": False, "a": 0.4},
+    "no norm": {"qk_norm": None, "b": 0.3},
+    "wide": {"d": 128, "e": 104},
+    "not whole": {"d": 72, "e": 80},
+}
+
+
+@pytest.mark.parametrize("which", SUM_OPTIONS)
+@causal_or_not
+def test_options_of_sums_over_queries(causal: bool, which: str) -> None:
+    options = SUM_OPTIONS[which]
+    case = a_case(150, lead=(5,), causal=causal, initial="full", data="positive", **options)
+    check_sums_over_queries(case, make_inputs(case))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_sums_over_queries_of_any_length(sizes: str) -> None:
+    case = a_case(150, lead=(5,), causal=True, initial="full")
+    check_sums_over_queries(case, scaled(case, SIZES[sizes]))
+
+
+def test_sums_over_queries_of_zeros() -> None:
+    case = a_case(130, lead=(5,), causal=True, initial="full", data="positive")
+    check_sums_over_queries(case, zero_rows(make_inputs(case), "q"))
+
+
+def test_a_plan_sums_over_queries_as_it_makes_dk_and_dv() -> None:
+    """On `stream_key_value` where that is one walk or could be, else by `accumulate`."""
+
+    def source(e: int = 64, **options: Any) -> str:
+        return sum_over_queries(plans(H200, (1,), 5000, None, 64, e, **options)[1]).spec.source
+
+    for causal in (False, True):
+        assert source(causal=causal) == "stream_key_value.cu"
+        assert source(72, causal=causal) == "accumulate.cu"
+        for options in ({"feature_map": "relu"}, {"a": 1e5}, {"dtype": "float16"}):
+            assert source(causal=causal, **options) == "accumulate.cu"
+    plan = plans(H200, (1, 2), 5000, None, 64, causal=True, kv_lead=(1, 1))[1]
+    assert sum_over_queries(plan).spec.source == "accumulate.cu"
 
 
 def test_gradients_of_inputs_that_broadcast() -> None:
@@ -403,11 +475,29 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {  # a role, a file, what is ther
         r"if \(any\) R",
         "if (false) R",
     ),
+    "g is summed once each": (
+        "Queries",
+        "kv_supply.cuh",
+        r"row, offset\)",
+        "row, 1.f)",
+    ),
+    "queries are summed with delta": (
+        "Queries",
+        "kv_supply.cuh",
+        r"row, -of_query",
+        "row, of_query",
+    ),
+    "counts of all parts": ("Queries", "kv_supply.cuh", r"sum = 0;", ""),
+    "counts without a": ("Queries", "kv_supply.cuh", r"-p.a_float \* \(said", "-(said"),
+    "sums of another segment": ("Queries", "pipe.cuh", r"0 : part.segment", "0 : 0"),
     "the level stays on v in sums": ("Keys", "level.cuh", r"if \(any\) R", "if (false) R"),
 }
 
 WATCHED = (
-    (a_case(170, 200, lead=(5,), initial="full", dstate="full", causal=True, b=0.7), ONE_BLOCK),
+    (
+        a_case(170, 200, lead=(5,), initial="full", dstate="full", causal=True, a=4.0, b=0.7),
+        ONE_BLOCK,
+    ),
     (a_case(200, 170, lead=(3,), causal=True, data="biased"), ONE_BLOCK),
     (a_case(130, lead=(2,), causal=True, data="offset"), ONE_BLOCK),
     (a_case(1100, lead=(1,), causal=True, data="biased", b=0.7), ONE_BLOCK),  # by the long budgets

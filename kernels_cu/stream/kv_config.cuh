@@ -8,32 +8,36 @@
 //
 // Rows of q and k stay as they are. What enters with k~ is |k| times as large, and divided by it in the end. b / |q| moves from b q~ to g
 // and delta, which no longer are those above; then w is a / b |q| + k~ . q, and the sum of g that of a / b |q| g.
+//
+// In Queries there are no rows: only R and both sums, over each piece, as `accumulate` takes them.
 #pragma once
 #include "stream/config.cuh"
 
 namespace la {
 
 struct GradKV { static constexpr bool kReversed = true, kKeyFeatures = true, kThroughFeatures = false; };
+struct Queries { static constexpr bool kReversed = true, kKeyFeatures = true, kThroughFeatures = false; };
 
 // Width: padded D and E. Rows (k, v) and sources (q, and dout, which becomes g in its place) have rings of slots.
-template <class Arith_, class Feature_, int Width>
+template <class Arith_, class Role_, class Feature_, int Width>
 struct KeyValueConfig {
   using Arith = Arith_;
-  using Role = GradKV;
+  using Role = Role_;
   using Feature = Feature_;
   using Elem = typename Arith::Elem;
   using Acc = float;
   static_assert(kSame<Feature, Identity>, "z must follow from k~");
   static constexpr int kInner = Width, kColumns = Width, kChunk = 64, kSlices = 2;
-  static constexpr bool kCausal = true, kGrouped = false, kHasRows = true, kGradQ = false, kOwnRows = true, kKeyValue = true;
-  static constexpr bool kInPlace = true, kHasStage = false;  // dk takes the place of k, dv that of v
+  static constexpr bool kCausal = true, kGrouped = false, kHasRows = kSame<Role, GradKV>, kGradQ = false, kOwnRows = kHasRows, kKeyValue = true;
+  static constexpr bool kInPlace = kHasRows, kHasStage = false;  // dk takes the place of k, dv that of v
 
-  static constexpr int kStateWarps = Width / 16, kScoreWarps = 4, kSupplyWarps = 4;
-  static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps, kSender = kCourier + 1, kFirstLength = kCourier + 2, kLengthWarps = 2, kCentreWarps = 0;
+  static constexpr int kStateWarps = Width / 16, kScoreWarps = kHasRows ? 4 : 0, kSupplyWarps = 4;
+  static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps, kSender = kCourier + 1, kFirstLength = kCourier + 2, kLengthWarps = kHasRows ? 2 : 0, kCentreWarps = 0;
   static constexpr int kThreads = 32 * (kCourier + 4), kSupplyThreads = 32 * kSupplyWarps;
   static constexpr bool kCrowded = kThreads == 640;
-  static constexpr int kLaunchRegisters = kCrowded ? 96 : 128, kStateRegisters = 168;
-  static constexpr int kScoreRegisters = kCrowded ? 64 : 120, kSupplyRegisters = kCrowded ? 40 : 120, kCourierRegisters = kCrowded ? 40 : 56;
+  static constexpr int kLaunchRegisters = kCrowded ? 96 : kThreads == 512 ? 128 : 168, kStateRegisters = kHasRows ? 168 : 136;
+  static constexpr int kScoreRegisters = kCrowded ? 64 : 120, kSupplyRegisters = kCrowded ? 40 : kHasRows ? 120 : 144;
+  static constexpr int kCourierRegisters = kCrowded ? 40 : kHasRows ? 56 : 24;
   template <int Registers>
   static LA_DEVICE void share_registers() {
     if constexpr (Registers > kLaunchRegisters) take_registers<Registers>();
@@ -43,18 +47,20 @@ struct KeyValueConfig {
   using InnerTile = typename Arith::template Tile<Width, kChunk>;
   using ColumnTile = InnerTile;
   using WeightsTile = typename Arith::template Tile<64, kChunk + 8>;  // behind w: a / b |q|, behind u: -delta; in two parts, by turns
+  using LinesTile = typename Arith::template Tile<64, 8>;             // of Queries, the same lines, two tiles for each slot
   using CopyTile = typename Arith::template Tile<Width, Width>;       // R^T, lines of E
 
-  static constexpr int kTile = InnerTile::bytes(kChunk), kSlot = 2 * kTile, kRowBytes = 2 * kTile, kX = kTile;
-  static constexpr int kRowsLoaded = 2 * kTile, kSourcesLoaded = 2 * kTile;
-  static constexpr int kWeightsTile = WeightsTile::bytes(kChunk + 8), kWeightsBytes = 2 * kWeightsTile;
+  static constexpr int kTile = InnerTile::bytes(kChunk), kSlot = 2 * kTile, kRowBytes = kHasRows ? 2 * kTile : 0, kX = kTile;
+  static constexpr int kRowsLoaded = kRowBytes, kSourcesLoaded = 2 * kTile;
+  static constexpr int kSlots = Width == 128 && kHasRows ? 3 : 6, kRowSlots = !kHasRows ? 1 : Width == 128 ? 2 : 4;
+  static constexpr int kLinesTile = LinesTile::bytes(8), kWeightsTile = WeightsTile::bytes(kChunk + 8);
+  static constexpr int kWeightsBytes = 2 * (kHasRows ? kWeightsTile : kSlots * kLinesTile);
   static constexpr int kFactorLines = 3, kPairs = 1;  // see KeyLength
   static constexpr int kPieces = 16, kPieceBytes = 240, kBarriers = 48;
-  static constexpr int kSlots = Width == 128 ? 3 : 6, kRowSlots = Width == 128 ? 2 : 4;
   static constexpr int kOwnRowsAt = kSlots * kSlot;
   static constexpr int kWeights = kOwnRowsAt + kRowSlots * kRowBytes;
   static constexpr int kCopy = kWeights + kWeightsBytes;
-  static constexpr int kFactors = kCopy + CopyTile::bytes(Width);              // [kRowSlots][kFactorLines][kChunk]
+  static constexpr int kFactors = kCopy + (kHasRows ? CopyTile::bytes(Width) : 0);  // [kRowSlots][kFactorLines][kChunk]
   static constexpr int kDelta = kFactors + 4 * kRowSlots * kFactorLines * kChunk;  // [kSlots][kChunk]
   static constexpr int kOffset = kDelta + 4 * kSlots * kChunk;                 // [kSlots][kChunk]
   static constexpr int kLevel = kOffset + 4 * kSlots * kChunk;                 // [Width]

@@ -18,14 +18,16 @@ struct KeyValuePipe : Pipe<Config> {
         mbarrier_init(Base::barrier(Base::kReady + i), Config::kSupplyWarps);
         mbarrier_init(Base::barrier(Base::kFree + i), Base::kReaders);
       }
-      for (int i = 0; i < kRowSlots; ++i) {
+      for (int i = 0; i < kRowSlots && Config::kHasRows; ++i) {
         mbarrier_init(Base::barrier(Base::kDone + i), Config::kStateWarps);
         mbarrier_init(Base::barrier(Base::kRowsFull + i), 1);
         mbarrier_init(Base::barrier(Base::kMeasured + i), Config::kLengthWarps);
         mbarrier_init(Base::barrier(Base::kRowsFree + i), 1 + Config::kScoreWarps);
       }
-      mbarrier_init(Base::barrier(Base::kMade), Config::kScoreWarps);
-      mbarrier_init(Base::barrier(Base::kUsed), Config::kStateWarps);
+      if constexpr (Config::kHasRows) {
+        mbarrier_init(Base::barrier(Base::kMade), Config::kScoreWarps);
+        mbarrier_init(Base::barrier(Base::kUsed), Config::kStateWarps);
+      }
     }
     sync_block();
   }
@@ -36,6 +38,9 @@ struct KeyValuePipe : Pipe<Config> {
   static LA_DEVICE Tile g(i32 slot) { return {Base::shared() + slot * Config::kSlot + Config::kTile}; }
   static LA_DEVICE typename Config::WeightsTile weights() { return {Base::shared() + Config::kWeights}; }
   static LA_DEVICE typename Config::WeightsTile key_weights() { return {Base::shared() + Config::kWeights + Config::kWeightsTile}; }
+  // Queries: what g and q of a slot are summed with.
+  static LA_DEVICE typename Config::LinesTile value_lines(i32 slot) { return {Base::shared() + Config::kWeights + 2 * slot * Config::kLinesTile}; }
+  static LA_DEVICE typename Config::LinesTile key_lines(i32 slot) { return {Base::shared() + Config::kWeights + (2 * slot + 1) * Config::kLinesTile}; }
   static LA_DEVICE typename Config::CopyTile copy() { return {Base::shared() + Config::kCopy}; }
   static LA_DEVICE float* delta(i32 slot) { return Base::numbers(Config::kDelta) + slot * Config::kChunk; }
   static LA_DEVICE float* offset(i32 slot) { return Base::numbers(Config::kOffset) + slot * Config::kChunk; }  // a / b |q|

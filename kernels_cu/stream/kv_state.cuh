@@ -2,6 +2,8 @@
 // of dk. For dk it needs R the other way round: all warps put R^T, rounded, into shared memory.
 //
 //   dv^T = R^T K^T + G^T w^T,    dk~^T = R V^T + Q^T u^T,    R^T += G^T Q
+//
+// In Queries the last alone, which they write with the sums.
 #pragma once
 #include "stream/kv_pipe.cuh"
 
@@ -32,7 +34,11 @@ struct KeyValueState {
       const i32 chunks = piece.chunks;
       begin(piece);
 #pragma unroll 1
-      for (bool more = true; more; more = !now.next(chunks)) turn(now);
+      for (bool more = true; more; more = !now.next(chunks)) {
+        if constexpr (Config::kHasRows) turn(now);
+        else add(now);
+      }
+      if constexpr (!Config::kHasRows) finish(piece);
     }
   }
 
@@ -108,6 +114,50 @@ struct KeyValueState {
     fence_async();
     sync_warp();
     Pipe::arrive(Pipe::kDone, now.rows);
+  }
+
+  LA_DEVICE void add(const Chunk& now) {
+    const i32 slot = now.slot.at;
+    const auto q = Pipe::q(slot), g = Pipe::g(slot);
+    const auto of_values = Pipe::value_lines(slot), of_keys = Pipe::key_lines(slot);
+    Pipe::wait(Pipe::kReady, now.slot);
+    float of_g[4], of_q[4];
+    wgmma_pin(s);
+    wgmma_pin(of_g);
+    wgmma_pin(of_q);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Config::kChunk; i += 16) {
+      wgmma<kAcross, kAcross>(s, g.across(i, group_column()), q.across(i, 0), 1);
+      wgmma<kAcross, kAlongK>(of_g, g.across(i, group_column()), of_values.along(0, i), i > 0);
+      wgmma<kAcross, kAlongK>(of_q, q.across(i, group_column()), of_keys.along(0, i), i > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_pin(s);
+    wgmma_pin(of_g);
+    wgmma_pin(of_q);
+    add(sum_g, of_g);
+    add(sum_q, of_q);
+    Pipe::arrive(Pipe::kFree, now.slot);
+  }
+
+  LA_DEVICE void finish(const Piece& piece) const {
+    const StatePlace at = Pipe::final_state(p, piece);
+    typename P::State cells;
+#pragma unroll
+    for (int k = 0; k < kInner / 8; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) cells[i / 2][k].x[i % 2] = s[4 * k + i];
+    }
+    IO::write(cells, p, at.kv, 0);
+    if ((lane_id() & 3) != 0) return;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int column = P::column(c);
+      if (column < p.e) store_number(at.v_sum, column, sum_g[c]);
+      if (column < p.d) store_number(at.k_sum, column, sum_q[c]);
+    }
   }
 
   static LA_DEVICE void add(float (&sum)[2], const float (&lines)[4]) {

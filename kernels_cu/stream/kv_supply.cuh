@@ -1,4 +1,5 @@
-// The suppliers of `stream_key_value`: dout times b / (|q| den), and what is taken of each query besides; v less its level.
+// The suppliers of `stream_key_value`: dout times b / (|q| den), and what is taken of each query besides; v less its level. In Queries
+// they count, too.
 #pragma once
 #include "stream/kv_pipe.cuh"
 #include "stream/level.cuh"
@@ -14,6 +15,11 @@ struct KeyValueSupply {
 
   const Params& p;
   PartLevel<Config> level;
+  float sum;  // Queries: of delta over this thread's rows of the part
+
+  static LA_DEVICE i32 id() { return thread() - 32 * Config::kFirstSupply; }
+
+  LA_DEVICE explicit KeyValueSupply(const Params& params) : p(params), sum(0) {}
 
   LA_DEVICE void run() {
     const u32 parts = Pipe::parts(p);
@@ -22,8 +28,11 @@ struct KeyValueSupply {
     while (now.exists(parts)) {
       Pipe::wait(Pipe::kFull, now.slot);
       const Piece& piece = Pipe::piece(now.ordinal);
-      if (now.begins()) level.find(p, piece);
+      if constexpr (Config::kHasRows) {
+        if (now.begins()) level.find(p, piece);
+      }
       put(now, piece);
+      if (!Config::kHasRows && now.step + 1 == piece.chunks) finish(piece, now.ordinal);
       now.next(piece.chunks);
     }
   }
@@ -51,9 +60,14 @@ struct KeyValueSupply {
     for (int pass = 0; pass < R::kPasses; ++pass) {
       const float inverse = norms.factor[pass] == 0.f ? 1.f : norms.factor[pass];
       const int row = R::row(pass);
-      if ((lane_id() & 3) == 0) {
-        Pipe::offset(now.slot.at)[row] = a_over_b * ptx::reciprocal(inverse);
-        Pipe::delta(now.slot.at)[row] = delta[pass] * (b * inverse);
+      const float offset = a_over_b * ptx::reciprocal(inverse), of_query = delta[pass] * (b * inverse);
+      if constexpr (!Config::kHasRows) {
+        put_lines(Pipe::value_lines(now.slot.at), row, offset);
+        put_lines(Pipe::key_lines(now.slot.at), row, -of_query);
+        if ((lane_id() & 3) == 0) sum += delta[pass];
+      } else if ((lane_id() & 3) == 0) {
+        Pipe::offset(now.slot.at)[row] = offset;
+        Pipe::delta(now.slot.at)[row] = of_query;
       }
       den[pass] = b * inverse * inverse_den(p, den[pass]);
     }
@@ -61,8 +75,10 @@ struct KeyValueSupply {
 #pragma unroll
       for (float& one : x) one *= den[pass];
     });
-    Pipe::wait(Pipe::kRowsFull, now.rows);
-    level.take_off(Pipe::v(now.rows.at), piece.rows_at(now.step));
+    if constexpr (Config::kHasRows) {
+      Pipe::wait(Pipe::kRowsFull, now.rows);
+      level.take_off(Pipe::v(now.rows.at), piece.rows_at(now.step));
+    }
     fence_async();
     sync_warp();
     Pipe::arrive(Pipe::kReady, now.slot);
@@ -86,6 +102,28 @@ struct KeyValueSupply {
         for (int j = 0; j < 4; ++j) words[j] = pack_bf16(bf16_low(words[j]) * by[pass], bf16_high(words[j]) * by[pass]);
       }
     }
+  }
+
+  // As KeyValueScore::put_lines. Of a row's four lanes each has two lines.
+  template <class Tile>
+  static LA_DEVICE void put_lines(const Tile& tile, int row, float x) {
+    const u16 high = to_bf16(x), low = to_bf16(x - bf16_low(high));
+    const int first = lane_id() & 3;
+#pragma unroll
+    for (int line = 0; line < 8; line += 4) {
+      reinterpret_cast<bf16*>(tile.packet(line + first, row / 8))[row % 8].bits = first % 2 == 0 ? high : low;
+    }
+  }
+
+  // The count's gradient. Flags take turns: what is read here is written again behind another barrier.
+  LA_DEVICE void finish(const Piece& piece, i32 ordinal) {
+#pragma unroll
+    for (int mask = 4; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
+    float* const said = Pipe::numbers(Config::kFlags) + ordinal % 2 * Config::kSupplyWarps;
+    if (lane_id() == 0) said[warp_id() - Config::kFirstSupply] = sum;
+    sync_named(1, Config::kSupplyThreads);
+    if (id() == 0) store_number(Pipe::final_state(p, piece).count, 0, -p.a_float * (said[0] + said[1] + said[2] + said[3]));
+    sum = 0;
   }
 
   // A thread's own packets.
