@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -53,11 +54,9 @@ def test_fifty_lengths_compile_each_configuration_once(case: Case, loads: list[A
             more = cp.lib.stride_tricks.as_strided(y, (heads, n, 32), (0, *y.strides[1:]))
             la.linear_attention(more, y, y, **(case.options | {"a": 0.5 + heads}))
     assert len(loads) == len(set(loads)), "a kernel was compiled twice"
-    roles = [getattr(spec, "role", spec.source) for spec in loads]
-    assert (
-        roles.count("accumulate.cu") <= 2
-        and len(roles) == len(set(roles)) + roles.count("accumulate.cu") - 1
-    ), f"one kernel for each role, and one pre-pass for each direction, should do: {loads}"
+    kernels = Counter((spec.source, getattr(spec, "role", None)) for spec in loads)
+    kernels["accumulate.cu", None] -= 1  # one for each direction
+    assert max(kernels.values()) == 1, f"one kernel for each role should do: {loads}"
 
 
 @pytest.mark.parametrize("case", [F32, BF16], ids=str)
