@@ -11,6 +11,13 @@ LA_DEVICE void mbarrier_init(Mbarrier* barrier, i32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
+// How often a warp arrives, once all of it is here. (racecheck orders only what the arriving thread itself has read and written.)
+#ifdef LA_RACECHECK
+constexpr i32 kArrivalsOfWarp = 32;
+#else
+constexpr i32 kArrivalsOfWarp = 1;
+#endif
+
 LA_DEVICE void mbarrier_arrive(Mbarrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
 }

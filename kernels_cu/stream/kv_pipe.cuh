@@ -15,18 +15,18 @@ struct KeyValuePipe : Pipe<Config> {
     if (thread() == 0) {
       for (int i = 0; i < kSlots; ++i) {
         mbarrier_init(Base::barrier(Base::kFull + i), 1);
-        mbarrier_init(Base::barrier(Base::kReady + i), Config::kSupplyWarps);
-        mbarrier_init(Base::barrier(Base::kFree + i), Base::kReaders);
+        Base::init_for_warps(Base::barrier(Base::kReady + i), Config::kSupplyWarps);
+        Base::init_for_warps(Base::barrier(Base::kFree + i), Base::kReaders);
       }
       for (int i = 0; i < kRowSlots && Config::kHasRows; ++i) {
-        mbarrier_init(Base::barrier(Base::kDone + i), Config::kStateWarps);
+        Base::init_for_warps(Base::barrier(Base::kDone + i), Config::kStateWarps);
         mbarrier_init(Base::barrier(Base::kRowsFull + i), 1);
-        mbarrier_init(Base::barrier(Base::kMeasured + i), Config::kLengthWarps);
-        mbarrier_init(Base::barrier(Base::kRowsFree + i), 1 + Config::kScoreWarps);
+        Base::init_for_warps(Base::barrier(Base::kMeasured + i), Config::kLengthWarps);
+        Base::init_for_warps(Base::barrier(Base::kRowsFree + i), 1 + Config::kScoreWarps);
       }
       if constexpr (Config::kHasRows) {
-        mbarrier_init(Base::barrier(Base::kMade), Config::kScoreWarps);
-        mbarrier_init(Base::barrier(Base::kUsed), Config::kStateWarps);
+        Base::init_for_warps(Base::barrier(Base::kMade), Config::kScoreWarps);
+        Base::init_for_warps(Base::barrier(Base::kUsed), Config::kStateWarps);
       }
     }
     sync_block();

@@ -101,24 +101,26 @@ struct Pipe {
 
   static_assert(Config::kPieces > kSlots + 3, "a part's description must last as long as it is needed");
 
+  static LA_DEVICE void init_for_warps(Mbarrier* barrier, i32 warps) { mbarrier_init(barrier, warps * kArrivalsOfWarp); }
+
   static LA_DEVICE void begin() {
     if (thread() == 0) {
       for (int i = 0; i < kSlots; ++i) {
         mbarrier_init(barrier(kFull + i), 1);
-        mbarrier_init(barrier(kReady + i), Config::kSupplyWarps);
-        mbarrier_init(barrier(kFree + i), kReaders);
+        init_for_warps(barrier(kReady + i), Config::kSupplyWarps);
+        init_for_warps(barrier(kFree + i), kReaders);
       }
       for (int i = 0; i < kRowSlots; ++i) {
-        mbarrier_init(barrier(kDone + i), Config::kStateWarps);
+        init_for_warps(barrier(kDone + i), Config::kStateWarps);
         mbarrier_init(barrier(kRowsFull + i), 1);
-        mbarrier_init(barrier(kRowsFree + i), 1 + Config::kScoreWarps);
+        init_for_warps(barrier(kRowsFree + i), 1 + Config::kScoreWarps);
       }
       for (int i = 0; i < 2 && Config::kHasRows; ++i) {
-        mbarrier_init(barrier(kMade + i), Config::kScoreWarps);
-        mbarrier_init(barrier(kUsed + i), Config::kStateWarps);
+        init_for_warps(barrier(kMade + i), Config::kScoreWarps);
+        init_for_warps(barrier(kUsed + i), Config::kStateWarps);
       }
-      mbarrier_init(barrier(kStaged), Config::kStateWarps);
-      mbarrier_init(barrier(kSent), 1);
+      init_for_warps(barrier(kStaged), Config::kStateWarps);
+      init_for_warps(barrier(kSent), 1);
     }
     for (int i = 0; Config::kHasRows && i < kRowSlots; ++i) fill<Config::kInner>(tile_a(i), 0);
     for (int slot = 0; slot < kSlots; ++slot) {
@@ -153,7 +155,7 @@ struct Pipe {
   // For the warp, once all of it is here.
   template <int Count>
   static LA_DEVICE void arrive(First which, Ring<Count> ring) {
-    if (lane_id() == 0) mbarrier_arrive(barrier(which + ring.at));
+    if (kArrivalsOfWarp > 1 || lane_id() == 0) mbarrier_arrive(barrier(which + ring.at));
   }
 
   static LA_DEVICE StatePlace start(const Params& p, const Part<Config>& part) {

@@ -11,6 +11,8 @@ inline void mbarrier_init(Mbarrier* barrier, i32 arrivals, LA_EMULATION_SITE) {
   emulation::init_mbarrier({"mbarrier_init", file, line}, barrier, arrivals);
 }
 
+constexpr i32 kArrivalsOfWarp = 1;
+
 inline void mbarrier_arrive(Mbarrier* barrier, LA_EMULATION_SITE) {
   emulation::arrive_at_mbarrier({"mbarrier_arrive", file, line}, barrier);
 }
