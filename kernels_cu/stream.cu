@@ -7,11 +7,12 @@
 // A courier sends for rows (stream/courier.cuh), suppliers transform them (stream/supply.cuh), score warps make weights of them
 // (stream/score.cuh), state warps keep the state and form the result (stream/state.cuh); stream/pipe.cuh says how they wait for
 // each other.
+#include "stream/centre.cuh"
 #include "stream/courier.cuh"
 #include "stream/sender.cuh"
 #include "stream/score.cuh"
 #include "stream/state.cuh"
-#include "stream/gradient_supply.cuh"
+#include "stream/supply.cuh"
 
 namespace la {
 
@@ -26,12 +27,15 @@ LA_KERNEL(Config::kThreads, 1) stream(LA_GRID_CONSTANT const StreamParams params
     if constexpr (Config::kHasRows) Score<Config>(params.p).run();
   } else if (warp_id() < Config::kCourier) {
     Config::template share_registers<Config::kSupplyRegisters>();
-    if constexpr (Config::kGradQ) GradientSupply<Config>(params.p).run();
-    else Supply<Config>(params.p).run();
+    Supply<Config>(params.p).run();
   } else {
     Config::template share_registers<Config::kCourierRegisters>();
     if (warp_id() == Config::kSender) {
       if constexpr (Config::kHasRows) Sender<Config>{params}.run();
+    } else if (Config::kCentreWarps > 0 && warp_id() >= Config::kFirstCentre) {
+      if constexpr (Config::kCentreWarps > 0) {
+        if (warp_id() < Config::kFirstCentre + Config::kCentreWarps) Centre<Config>{params.p}.run();
+      }
     } else if (thread() == 32 * Config::kCourier) {
       Courier<Config>{params}.run();
     }

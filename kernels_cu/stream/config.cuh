@@ -26,6 +26,7 @@ struct StreamConfig {
   // A state warpgroup owns 64 columns; one warpgroup makes the weights, one transforms the rows, and of one a thread sends for them.
   static constexpr int kStateWarps = Columns / 16, kScoreWarps = kHasRows ? 4 : 0, kSupplyWarps = 4;
   static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps, kSender = kCourier + 1;
+  static constexpr int kFirstCentre = kCourier + 2, kCentreWarps = kGradQ ? Inner / 64 : 0;
   static constexpr int kThreads = 32 * (kCourier + 4), kSupplyThreads = 32 * kSupplyWarps;
   // Warpgroups share the registers of the multiprocessor out anew. (A narrow state has enough of them; but where warps part for
   // other reasons, the compiler has products wait for each other.)
@@ -33,8 +34,8 @@ struct StreamConfig {
   static constexpr int kLaunchRegisters = kCrowded ? 96 : kThreads == 512 ? 128 : 168;
   static constexpr int kStateRegisters = kCrowded ? 160 : kHasRows ? 168 : 136;
   static constexpr int kScoreRegisters = kCrowded ? (kGradQ ? 64 : 72) : 120;
-  static constexpr int kSupplyRegisters = kCrowded ? 64 : kHasRows ? 120 : 144;
-  static constexpr int kCourierRegisters = kGradQ ? 32 : 24;
+  static constexpr int kSupplyRegisters = kCrowded ? (kGradQ ? 48 : 64) : kHasRows ? 120 : 144;
+  static constexpr int kCourierRegisters = !kGradQ ? 24 : kCrowded ? 48 : 56;
   template <int Registers>
   static LA_DEVICE void share_registers() {
     if constexpr (Registers > kLaunchRegisters) take_registers<Registers>();

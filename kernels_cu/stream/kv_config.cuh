@@ -32,7 +32,7 @@ struct KeyValueConfig {
   static constexpr bool kInPlace = kHasRows, kHasStage = false;  // dk takes the place of k, dv that of v
 
   static constexpr int kStateWarps = Width / 16, kScoreWarps = kHasRows ? 4 : 0, kSupplyWarps = 4;
-  static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps, kSender = kCourier + 1, kFirstLength = kCourier + 2, kLengthWarps = kHasRows ? 2 : 0;
+  static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps, kSender = kCourier + 1, kFirstLength = kCourier + 2, kLengthWarps = kHasRows ? 2 : 0, kCentreWarps = 0;
   static constexpr int kThreads = 32 * (kCourier + 4), kSupplyThreads = 32 * kSupplyWarps;
   static constexpr bool kCrowded = kThreads == 640;
   static constexpr int kLaunchRegisters = kCrowded ? 96 : kThreads == 512 ? 128 : 168, kStateRegisters = kHasRows ? 168 : 136;

@@ -39,7 +39,7 @@ struct Pipe {
   static_assert(kEnd <= Config::kBarriers, "barriers must have room");
   static constexpr bool kSlotSent = Config::kInPlace && !Config::kOwnRows;  // the sender gives a slot back
   static constexpr int kReaders =
-      (kSlotSent ? 1 : Config::kStateWarps) + Config::kScoreWarps + (Config::kGradQ && Config::kCausal ? Config::kSupplyWarps : 0);  // of a slot
+      (kSlotSent ? 1 : Config::kStateWarps) + Config::kScoreWarps + (Config::kCausal ? Config::kCentreWarps : 0);  // of a slot
 
   // A part, and where its head is on the leading axes of the maps.
   enum Array { kQ, kK, kV, kDout, kDst, kSecond, kArrays };
@@ -107,7 +107,7 @@ struct Pipe {
     if (thread() == 0) {
       for (int i = 0; i < kSlots; ++i) {
         mbarrier_init(barrier(kFull + i), 1);
-        init_for_warps(barrier(kReady + i), Config::kSupplyWarps);
+        init_for_warps(barrier(kReady + i), Config::kSupplyWarps + Config::kCentreWarps);
         init_for_warps(barrier(kFree + i), kReaders);
       }
       for (int i = 0; i < kRowSlots; ++i) {

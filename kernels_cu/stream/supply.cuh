@@ -1,4 +1,4 @@
-// The suppliers, but for GradQ (stream/gradient_supply.cuh): they put rows, where they lie, through norm and feature map, and sum the columns of k; in Keys, v less its level.
+// The suppliers: they put rows, where they lie, through norm and feature map, and sum the columns of k; in Keys, v less its level.
 #pragma once
 #include "stream/level.cuh"
 
@@ -39,22 +39,26 @@ struct Supply {
   LA_DEVICE void put(const Chunk& now, const Piece& piece) {
     const i32 slot = now.slot.at;
     Sums<InnerRows> sums;
-    if (now.begins()) begin(piece);
-    if constexpr (Config::kHasRows) put_lines(Config::kCausal ? Pipe::tile_b(slot) : Pipe::tile_a(now.rows.at), sum);
-    if constexpr (Config::kHasRows && !Config::kPlainRows) transform<InnerRows>(Pipe::tile_a(slot));
-    if constexpr (Config::kCausal) transform(Pipe::tile_b(slot), sums);
-    if constexpr (!Config::kHasRows) {
-      if (now.begins()) level.find(p, piece);
-      level.take_off(Pipe::tile_c(slot), piece.sources_at(now.step));
+    if constexpr (Config::kGradQ) {
+      if constexpr (Config::kCausal) transform<ColumnRows>(Pipe::tile_c(slot));
+    } else {
+      if (now.begins()) begin(piece);
+      if constexpr (Config::kHasRows) put_lines(Config::kCausal ? Pipe::tile_b(slot) : Pipe::tile_a(now.rows.at), sum);
+      if constexpr (Config::kHasRows && !Config::kPlainRows) transform<InnerRows>(Pipe::tile_a(slot));
+      if constexpr (Config::kCausal) transform(Pipe::tile_b(slot), sums);
+      if constexpr (!Config::kHasRows) {
+        if (now.begins()) level.find(p, piece);
+        level.take_off(Pipe::tile_c(slot), piece.sources_at(now.step));
+      }
     }
-    if (Config::kHasRows && p.b_float == 0.f) {
+    if (Config::kHasRows && !Config::kGradQ && p.b_float == 0.f) {
       sync();
       clear(Pipe::tile_a(slot));
     }
     fence_async();
     sync_warp();
     Pipe::arrive(Pipe::kReady, now.slot);
-    if constexpr (Config::kCausal) {
+    if constexpr (Config::kCausal && !Config::kGradQ) {
       add_sums(sums, Pipe::column_parts(now.pair.at));
       if (now.step + 1 == piece.chunks) finish(piece);
     }
