@@ -20,13 +20,14 @@ struct StreamConfig {
   static constexpr bool kCausal = Causal, kGrouped = false, kHasRows = !kSame<Role, Keys>, kGradQ = kSame<Role, GradQ>, kKeyValue = false;
   static_assert(kHasRows || kCausal, "there must be rows or sources");
   static constexpr bool kInPlace = kGradQ, kHasStage = kHasRows && !kGradQ;  // the result takes the place of rows, or has a stage
-  // Rows of A, and of X in GradQ, stay as they are: dout; or q where phi is the identity: what the norm divides them by cancels in out, or enters its factor.
+  // Rows of A, and of X in GradQ, stay as they are: dout; or q where phi is the identity: what the norm divides them by cancels in out,
+  // or enters its factor.
   static constexpr bool kPlainRows = kGradQ || kSame<Feature, Identity>;
 
   // A state warpgroup owns 64 columns; one warpgroup makes the weights, one transforms the rows, and of one a thread sends for them.
   static constexpr int kStateWarps = Columns / 16, kScoreWarps = kHasRows ? 4 : 0, kSupplyWarps = 4;
-  static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps, kSender = kCourier + 1;
-  static constexpr int kFirstCentre = kCourier + 2, kCentreWarps = kGradQ ? Inner / 64 : 0;
+  static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps;
+  static constexpr int kSender = kCourier + 1, kFirstCentre = kCourier + 2, kCentreWarps = kGradQ ? Inner / 64 : 0;
   static constexpr int kThreads = 32 * (kCourier + 4), kSupplyThreads = 32 * kSupplyWarps;
   // Warpgroups share the registers of the multiprocessor out anew. (A narrow state has enough of them; but where warps part for
   // other reasons, the compiler has products wait for each other.)
@@ -82,7 +83,7 @@ struct StreamConfig {
   static constexpr int kStage = kOnes + kOnesBytes;
   static constexpr int kFactors = kStage + kStageBytes;                            // [2][kFactorLines][kChunk], see Pipe::factors
   static constexpr int kColumnParts = kFactors + 8 * kFactorLines * kChunk;        // [2][kSupplyWarps][Inner]
-  static constexpr int kLevel = kFactors, kFlags = kLevel + 4 * Columns;          // [Columns], [kSupplyWarps]: of Keys, which makes no factors
+  static constexpr int kLevel = kFactors, kFlags = kLevel + 4 * Columns;           // [Columns], [kSupplyWarps]: Keys makes no factors
   static constexpr int kCentres = kColumnParts + (Causal && !kGradQ ? 8 * kSupplyWarps * Inner : 0);  // [6][Inner]
   static constexpr int kDots = kCentres + (kGradQ ? 24 * Inner : 0);               // [kStateWarps][kChunk]
   static constexpr int kRowFactors = kDots + (kGradQ ? 4 * kStateWarps * kChunk : 0);  // [kChunk] of 4

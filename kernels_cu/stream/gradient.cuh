@@ -1,4 +1,5 @@
-// From the state warps' products to dq. With Y the products (of dout, where g = dout / den is meant), K the sum of k~ so far, and z = q / |q|:
+// From the state warps' products to dq. With Y the products (of dout, where g = dout / den is meant), K the sum of k~ so far, and
+// z = q / |q|:
 //
 //   delta' = (a s + b q~ . Y) / den,   dq~ = b (Y - delta' K),   dq = (h - z (z . h)) / |q|,   h = phi'(z) dq~
 //

@@ -28,11 +28,13 @@ struct KeyValueConfig {
   using Acc = float;
   static_assert(kSame<Feature, Identity>, "z must follow from k~");
   static constexpr int kInner = Width, kColumns = Width, kChunk = 64, kSlices = 2;
-  static constexpr bool kCausal = true, kGrouped = false, kHasRows = kSame<Role, GradKV>, kGradQ = false, kOwnRows = kHasRows, kKeyValue = true;
+  static constexpr bool kCausal = true, kGrouped = false, kGradQ = false, kKeyValue = true;
+  static constexpr bool kHasRows = kSame<Role, GradKV>, kOwnRows = kHasRows;
   static constexpr bool kInPlace = kHasRows, kHasStage = false;  // dk takes the place of k, dv that of v
 
   static constexpr int kStateWarps = Width / 16, kScoreWarps = kHasRows ? 4 : 0, kSupplyWarps = 4;
-  static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps, kSender = kCourier + 1, kFirstLength = kCourier + 2, kLengthWarps = kHasRows ? 2 : 0, kCentreWarps = 0;
+  static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps;
+  static constexpr int kSender = kCourier + 1, kFirstLength = kCourier + 2, kLengthWarps = kHasRows ? 2 : 0, kCentreWarps = 0;
   static constexpr int kThreads = 32 * (kCourier + 4), kSupplyThreads = 32 * kSupplyWarps;
   static constexpr bool kCrowded = kThreads == 640;
   static constexpr int kLaunchRegisters = kCrowded ? 96 : kThreads == 512 ? 128 : 168, kStateRegisters = kHasRows ? 168 : 136;

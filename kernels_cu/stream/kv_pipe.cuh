@@ -39,8 +39,9 @@ struct KeyValuePipe : Pipe<Config> {
   static LA_DEVICE typename Config::WeightsTile weights() { return {Base::shared() + Config::kWeights}; }
   static LA_DEVICE typename Config::WeightsTile key_weights() { return {Base::shared() + Config::kWeights + Config::kWeightsTile}; }
   // Queries: what g and q of a slot are summed with.
-  static LA_DEVICE typename Config::LinesTile value_lines(i32 slot) { return {Base::shared() + Config::kWeights + 2 * slot * Config::kLinesTile}; }
-  static LA_DEVICE typename Config::LinesTile key_lines(i32 slot) { return {Base::shared() + Config::kWeights + (2 * slot + 1) * Config::kLinesTile}; }
+  static LA_DEVICE typename Config::LinesTile value_lines(i32 slot) { return lines(2 * slot); }
+  static LA_DEVICE typename Config::LinesTile key_lines(i32 slot) { return lines(2 * slot + 1); }
+  static LA_DEVICE typename Config::LinesTile lines(i32 i) { return {Base::shared() + Config::kWeights + i * Config::kLinesTile}; }
   static LA_DEVICE typename Config::CopyTile copy() { return {Base::shared() + Config::kCopy}; }
   static LA_DEVICE float* delta(i32 slot) { return Base::numbers(Config::kDelta) + slot * Config::kChunk; }
   static LA_DEVICE float* offset(i32 slot) { return Base::numbers(Config::kOffset) + slot * Config::kChunk; }  // a / b |q|
