@@ -1,12 +1,12 @@
 // stream: the walk of sweep.cu for sm_90a, where chunks stream through warps with roles of their own.
 //
 //   grid     as many blocks as there is room for, each of which has several parts one after the other; a part is one of sweep's blocks
-//   reads    A for each row; B and C for each source (causal); the state before the segment
-//   writes   the rows of out in its segment and split; den; the final state
+//   reads    A for each row; B and C for each source (causal); the state before the segment; den (GradQ)
+//   writes   the rows of out or dq in its segment and split; den or delta; the final state, or that of each piece (Keys)
 //
-// A courier sends for rows (stream/courier.cuh), suppliers transform them (stream/supply.cuh), score warps make weights of them
-// (stream/score.cuh), state warps keep the state and form the result (stream/state.cuh); stream/pipe.cuh says how they wait for
-// each other.
+// A courier sends for rows (stream/courier.cuh), suppliers transform them (stream/supply.cuh; in GradQ stream/centre.cuh, too), score
+// warps make weights of them (stream/score.cuh), state warps keep the state and form the result (stream/state.cuh, gradient.cuh), a
+// sender carries it away (stream/sender.cuh); stream/pipe.cuh says how they wait for each other.
 #include "stream/centre.cuh"
 #include "stream/courier.cuh"
 #include "stream/sender.cuh"

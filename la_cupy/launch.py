@@ -38,7 +38,7 @@ class Ready:
         self._instead: tuple[Ready, ...] | None = None
 
     def __call__(self, addresses: Mapping[str, int], stream: Any) -> None:
-        if self.launch not in suited(self.launch, addresses):
+        if suited(self.launch, addresses)[0] is not self.launch:
             for ready in self.instead():
                 ready(addresses, stream)
             return

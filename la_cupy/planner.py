@@ -390,6 +390,8 @@ class Planner:
             return _ONE_CHUNK
         if o.qk_norm is not None and not 1 / _FARTHEST <= max(abs(o.a), abs(o.b)) <= _FARTHEST:
             return f"one walk multiplies a and b, here {o.a:g} and {o.b:g}, with lengths of rows"
+        if o.b != 0 and abs(o.a) > _FARTHEST * abs(o.b):
+            return f"one walk divides a by b, here {o.a:g} by {o.b:g}"
         return ""
 
     def forward(self, out: Tensor | None, den: RowRef, final: StateRef | None) -> None:

@@ -356,6 +356,7 @@ def _by_state_head(
 def suited(launch: Launch, addresses: Mapping[str, int]) -> tuple[Launch, ...]:
     """The launch itself, or what runs instead where an array does not lie as a map of it must."""
     if any(addresses[name] % ALIGNMENT for _, name, _ in launch.maps):
+        assert launch.instead
         return launch.instead
     return (launch,)
 

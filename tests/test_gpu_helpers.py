@@ -12,7 +12,7 @@ from emulation.backend import H200
 from gpu_helpers import MOAT, SANITIZER, call, device_errors, in_moat, plans, same_bits, specs
 from measures import gradient_scale
 
-from la_cupy.kernels import ROLES, STREAM, WGMMA, WalkSpec
+from la_cupy.kernels import KEYS, ROLES, STREAM, WGMMA, WalkSpec
 from la_cupy.plan import backward_plan, forward_plan
 from la_cupy.problem import backward_problem, forward_problem
 
@@ -128,12 +128,20 @@ def test_the_reduced_set_reaches_every_kernel() -> None:
     """The sanitizer sees walks of all roles, pre-passes, scan and relevel, segments and split columns."""
     made = [plan for name in SANITIZER for plan in plans(BY_NAME[name], H200)]
     used = [launch.spec for plan in made for launch in plan.launches]
-    sources = ("sweep.cu", "stream.cu", "accumulate.cu", "scan.cu", "relevel.cu")
-    assert {spec.source for spec in used} == {*sources}
+    sources = {
+        "sweep.cu",
+        "stream.cu",
+        "stream_key_value.cu",
+        "accumulate.cu",
+        "scan.cu",
+        "relevel.cu",
+    }
+    assert {spec.source for spec in used} == sources
     walks = {(spec.arith, spec.role, spec.causal) for spec in used if isinstance(spec, WalkSpec)}
     assert {arith for arith, *_ in walks} >= {"Bf16"}  # of wide rows, and of heads that are shared
     for arith in (WGMMA, STREAM, "Tf32", "Tf32x3", "F64"):
-        for role in ("Forward",) if arith == STREAM else ROLES:
+        for role in ("Forward", "GradQ") if arith == STREAM else ROLES:
             assert {(arith, role, False), (arith, role, True)} <= walks, (arith, role)
+    assert {(STREAM, role, True) for role in (KEYS, "Queries", "GradKV")} <= walks
     assert any("segments" in reason for plan in made for reason in plan.reasons)
     assert any(name.startswith("dots.") for plan in made for name in plan.workspace)

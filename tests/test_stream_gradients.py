@@ -309,7 +309,8 @@ def zero_rows(x: Inputs, which: str) -> Inputs:
 
 @causal_or_not
 def test_factors_and_rows_of_any_length(causal: bool) -> None:
-    factors = ((1e6, -1e-6), (-1e3, 1.0), (1e-30, 1e-33), (0.0, 1e-6), (1e-6, 1e6), (1e30, 1e28))
+    factors = [(1e6, -1e-6), (-1e3, 1.0), (1e-30, 1e-33), (0.0, 1e-6), (1e-6, 1e6), (1e30, 1e28)]
+    factors.append((1.0, 1e-10))
     for a, b in factors:
         case = a_case(70, causal=causal, initial="full", a=a, b=b, data="positive")
         for sizes in ("longest", "shortest", "mixed"):

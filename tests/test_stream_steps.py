@@ -61,6 +61,7 @@ _ONE_BEHIND_THE_OTHER = "lanes of a warp run one behind the other, up to where t
 _FENCED_AGAIN = "who writes other lines of the same tiles fences these too"
 UNSEEN = {
     Step("pipe.cuh", "fence_async()"): _FENCED_AGAIN,
+    Step("kv_pipe.cuh", "fence_async()"): "barriers are seen at once by all that use them",
     Step("kv_score.cuh", "sync_warp()"): _ONE_BEHIND_THE_OTHER,
     Step("kv_state.cuh", "sync_warp()"): _ONE_BEHIND_THE_OTHER,
     Step("kv_supply.cuh", "sync_warp()"): _ONE_BEHIND_THE_OTHER,

@@ -24,7 +24,8 @@ struct StreamConfig {
   // or enters its factor.
   static constexpr bool kPlainRows = kGradQ || kSame<Feature, Identity>;
 
-  // A state warpgroup owns 64 columns; one warpgroup makes the weights, one transforms the rows, and of one a thread sends for them.
+  // A state warpgroup owns 64 columns; one warpgroup makes the weights, one transforms the rows, and one has the
+  // courier, the sender, and in GradQ those that find the mean of v.
   static constexpr int kStateWarps = Columns / 16, kScoreWarps = kHasRows ? 4 : 0, kSupplyWarps = 4;
   static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps;
   static constexpr int kSender = kCourier + 1, kFirstCentre = kCourier + 2, kCentreWarps = kGradQ ? Inner / 64 : 0;

@@ -18,18 +18,16 @@ struct Courier {
     while (chunk.exists(parts)) {
       Piece& piece = Pipe::piece(chunk.ordinal);
       if (chunk.begins()) piece.describe(params, chunk.part);
-      if (Config::kCausal || !Config::kOwnRows) {
-        Pipe::wait_round_before(Pipe::kFree, chunk.slot);
-        Mbarrier* const full = Pipe::barrier(Pipe::kFull + chunk.slot.at);
-        mbarrier_arrive_expect(full, Config::kSourcesLoaded + (Config::kOwnRows ? 0 : Config::kRowsLoaded));
-        if constexpr (Config::kCausal) send_sources(piece, chunk, full);
-        if constexpr (Config::kHasRows && !Config::kOwnRows) send_rows(piece, chunk, full);
-      }
+      Pipe::wait_round_before(Pipe::kFree, chunk.slot);
+      Mbarrier* const full = Pipe::barrier(Pipe::kFull + chunk.slot.at);
+      mbarrier_arrive_expect(full, Config::kSourcesLoaded + (Config::kOwnRows ? 0 : Config::kRowsLoaded));
+      if constexpr (Config::kCausal) send_sources(piece, chunk, full);
+      if constexpr (Config::kHasRows && !Config::kOwnRows) send_rows(piece, chunk, full);
       if constexpr (Config::kOwnRows) {
         Pipe::wait_round_before(Pipe::kRowsFree, chunk.rows);
-        Mbarrier* const full = Pipe::barrier(Pipe::kRowsFull + chunk.rows.at);
-        mbarrier_arrive_expect(full, Config::kRowsLoaded);
-        send_rows(piece, chunk, full);
+        Mbarrier* const rows_full = Pipe::barrier(Pipe::kRowsFull + chunk.rows.at);
+        mbarrier_arrive_expect(rows_full, Config::kRowsLoaded);
+        send_rows(piece, chunk, rows_full);
       }
       chunk.next(piece.chunks);
     }

@@ -29,6 +29,7 @@ struct KeyValuePipe : Pipe<Config> {
         Base::init_for_warps(Base::barrier(Base::kUsed), Config::kStateWarps);
       }
     }
+    fence_async();
     sync_block();
   }
 

@@ -1,16 +1,18 @@
 // The shared memory of a block of `stream`, and how its warps hand chunks to each other: each barrier stands for a thing of which
 // there are several, and is waited for in turn.
 //
-//   full     a slot has the rows of a chunk                                            courier -> suppliers
-//   ready    the same, transformed, and the sums before it                             suppliers -> scores, state
-//   free     a slot is no longer read                                                  scores, state -> courier
-//   made     weights and 1 / den of a chunk                                            scores -> state
-//   used     the same are no longer read                                               state -> scores
-//   staged   the result of a chunk                                                     state -> sender
-//   sent     the same may be written over                                              sender -> state
+//   full      a slot has the rows of a chunk                          courier -> suppliers, centre
+//   ready     the same, transformed, and the sums before it           suppliers, centre -> scores, state
+//   free      a slot is no longer read                                scores, state, centre (or the sender) -> courier
+//   made      weights of a chunk, and what its rows are made with     scores -> state
+//   used      the same are no longer read                             state -> scores
+//   staged    the result of a chunk                                   state -> sender
+//   sent      the same may be written over                            sender -> state
+//   done      the result has taken the place of rows                  state -> sender
+//   measured  |k| of each row (stream_key_value)                      KeyLength -> scores
 //
-// Where rows have slots of their own (StreamConfig::kOwnRows), they are full and free by themselves; and done when the result has
-// taken their place, from where it is sent before they are free. In stream_key_value they are measured besides: |k| is known.
+// Where rows have slots of their own (StreamConfig::kOwnRows), they are full and free by themselves, and sent before they are free.
+// Courier and suppliers are what is often called the producer, the sender the store or epilogue warp.
 #pragma once
 #include "stream/config.cuh"
 
@@ -188,7 +190,8 @@ struct Pipe {
   static LA_DEVICE typename Config::WeightsTile weights(i32 i) { return {shared() + Config::kWeights + i * Config::kWeightsBytes}; }
   static LA_DEVICE typename Config::ColumnTile result(i32 i) { return {rows(i) + (Config::kKeyValue ? 0 : Config::kX)}; }
   static LA_DEVICE typename Config::ColumnTile stage() { return {shared() + Config::kStage}; }
-  // By which a row of the result is multiplied, and with which the sum of C so far is added to it.
+  // Of each row, a line for each number. Forward: by which the result is multiplied, and with which the sum of C so far is added to
+  // it. GradQ: den, s, 1 / |q|, A . c (stream/score.cuh). stream_key_value: see KeyLength::put.
   static LA_DEVICE float* factors(i32 i, i32 which) {
     return reinterpret_cast<float*>(shared() + Config::kFactors) + (Config::kFactorLines * i + which) * Config::kChunk;
   }

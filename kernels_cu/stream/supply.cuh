@@ -1,4 +1,5 @@
-// The suppliers: they put rows, where they lie, through norm and feature map, and sum the columns of k; in Keys, v less its level.
+// The suppliers: they put rows, where they lie, through norm and feature map, and sum the columns of k; in Keys, v less its
+// level. In GradQ they have k only, and stream/centre.cuh has v.
 #pragma once
 #include "stream/level.cuh"
 
@@ -90,7 +91,7 @@ struct Supply {
     }
   }
 
-  // phi(x / |x|), of the rows of a tile in their place; with `Sum`, the lane's share of the sums of columns.
+  // phi(x / |x|), of the rows of a tile in their place; with `sums`, the lane's share of the sums of columns.
   //
   // Of a row's packets, a lane has its number i at i ^ 1 in every second row (Rows::packet): so sums over rows begin with an exchange
   // of packets that lie side by side, and these are transformed together. They are taken twice: to keep all of them there are too
