@@ -156,7 +156,6 @@ class StreamSpec(KernelSpec):
     causal: bool
 
     source = "stream.cu"
-    through_features = False
     resident = 1
 
     @property
@@ -226,7 +225,6 @@ class KeyValueSpec(KernelSpec):
     source = "stream_key_value.cu"
     causal = True
     reversed = True
-    through_features = False
     resident = 1
 
     @property

@@ -44,8 +44,13 @@ GRANULE = 64
 _LAUNCH_COST = 8.0  # microseconds that a further launch takes, ramp and drain included
 _GRANULE_COST = 4.0  # microseconds that a block of `sweep` needs for a granule, about
 _STATE_COST = 1.6  # the same of `accumulate`
-_STREAM_COSTS = {64: 1.3, 128: 2.2}  # of `stream`, by the wider of D and E
-_SUMS_COSTS = {64: 0.7, 128: 1.2}  # where there are no rows
+_STREAM_COSTS = {  # of `stream` and `stream_key_value`, by the wider of D and E; measured on an H200
+    "Forward": {64: 1.3, 128: 2.2},
+    "GradQ": {64: 3.3, 128: 4.7},
+    "GradKV": {64: 2.4, 128: 4.6},
+    KEYS: {64: 0.7, 128: 1.2},
+    "Queries": {64: 1.1, 128: 1.5},
+}
 # `stream` multiplies a / b, or a and b, with lengths of rows and counts: 1e30 and 1e5 are in range then.
 _FARTHEST = 1e3
 _ONE_CHUNK = "one chunk does not fill the warps that it has for several"
@@ -158,9 +163,8 @@ class Planner:
     @staticmethod
     def granule_cost(spec: WalkSpec | StateSpec) -> float:
         """Microseconds that a block needs for a granule, where all of the GPU is busy."""
-        if isinstance(spec, StreamSpec) or (isinstance(spec, KeyValueSpec) and not spec.has_rows):
-            costs = _STREAM_COSTS if spec.has_rows else _SUMS_COSTS
-            return costs[max(spec.inner, spec.columns)]
+        if isinstance(spec, StreamedSpec):
+            return _STREAM_COSTS[spec.role][max(spec.inner, spec.columns)]
         return _STATE_COST if isinstance(spec, StateSpec) else _GRANULE_COST
 
     def walk_segment(self, spec: WalkSpec) -> int:
