@@ -32,7 +32,7 @@ LA_KERNEL(Config::kThreads, 1) stream(LA_GRID_CONSTANT const StreamParams params
     Config::template share_registers<Config::kCourierRegisters>();
     if (warp_id() == Config::kSender) {
       if constexpr (Config::kHasRows) Sender<Config>{params}.run();
-    } else if (Config::kCentreWarps > 0 && warp_id() >= Config::kFirstCentre) {
+    } else if (warp_id() >= Config::kFirstCentre) {
       if constexpr (Config::kCentreWarps > 0) {
         if (warp_id() < Config::kFirstCentre + Config::kCentreWarps) Centre<Config>{params.p}.run();
       }

@@ -27,7 +27,24 @@ struct Products<Config, true> {
   static constexpr int kSets = kRowBlocks, kRows = 4, kColumns = 2;
   static LA_DEVICE int row(int m, int i) { return m * 16 + i / 2 * 8 + lane_column() + i % 2; }
   static LA_DEVICE int column(int c) { return first_column() + c * 8 + lane_row(); }
-  static LA_DEVICE float& at(Result& result, int m, int i, int c) { return result[(m * 2 + i / 2) * 4 + c * 2 + i % 2]; }
+  static LA_DEVICE constexpr int place(int m, int i, int c) { return (m * 2 + i / 2) * 4 + c * 2 + i % 2; }
+  static LA_DEVICE float& at(Result& result, int m, int i, int c) { return result[place(m, i, c)]; }
+
+  // The state as one product's accumulator: of the block at inner columns 8k, columns 8n, a lane's elements stand at 4k + 2n.
+  static LA_DEVICE void gather(float (&s)[kInner / 2], const State& state) {
+#pragma unroll
+    for (int k = 0; k < kInner / 8; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[4 * k + i] = state[i / 2][k].x[i % 2];
+    }
+  }
+  static LA_DEVICE void scatter(State& state, const float (&s)[kInner / 2]) {
+#pragma unroll
+    for (int k = 0; k < kInner / 8; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state[i / 2][k].x[i % 2] = s[4 * k + i];
+    }
+  }
 
   // The same elements of a tile; and the result into one.
   static LA_DEVICE void read(float (&x)[kRows][kColumns], const ColumnTile& tile, int m) {

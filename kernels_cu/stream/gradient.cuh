@@ -23,9 +23,6 @@ struct Gradient {
   const typename Pipe::Piece& piece;
   const typename Pipe::Chunk& now;
 
-  // Of 16 rows and the lane's two columns: element (i, c) of set m stands at this place of a product.
-  static LA_DEVICE constexpr int at(int m, int i, int c) { return (m * 2 + i / 2) * 4 + c * 2 + i % 2; }
-
   // q~ . Y of each row, shared by the state warps; and what follows from it.
   template <int Wide>
   LA_DEVICE void begin(const float (&result)[Wide]) const {
@@ -51,8 +48,8 @@ struct Gradient {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Pair inverse = *reinterpret_cast<const Pair*>(Pipe::factors(now.pair.at, 2) + P::row(m, i / 2 * 2));
-      share[i] = Feature::value(x[i][0] * inverse.x[i % 2]) * result[at(m, i, 0)];
-      share[i] = ptx::fma(Feature::value(x[i][1] * inverse.x[i % 2]), result[at(m, i, 1)], share[i]);
+      share[i] = Feature::value(x[i][0] * inverse.x[i % 2]) * result[P::place(m, i, 0)];
+      share[i] = ptx::fma(Feature::value(x[i][1] * inverse.x[i % 2]), result[P::place(m, i, 1)], share[i]);
     }
     return P::sum_columns_of(share);
   }
@@ -90,8 +87,8 @@ struct Gradient {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const float z = x[i][c] * f.inverse_length;
-          const float key = before[c] + (Config::kCausal ? running[at(m, i, c)] : 0.f);
-          const float h = Feature::derivative(z) * ptx::fma(f.of_result, result[at(m, i, c)], -f.of_running * key);
+          const float key = before[c] + (Config::kCausal ? running[P::place(m, i, c)] : 0.f);
+          const float h = Feature::derivative(z) * ptx::fma(f.of_result, result[P::place(m, i, c)], -f.of_running * key);
           x[i][c] = ptx::fma(-z, f.along, h);
         }
       }

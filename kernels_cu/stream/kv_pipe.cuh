@@ -8,27 +8,10 @@ namespace la {
 template <class Config>
 struct KeyValuePipe : Pipe<Config> {
   using Base = Pipe<Config>;
-  using Base::kSlots, Base::kRowSlots;
   using Tile = typename Config::InnerTile;
 
   static LA_DEVICE void begin() {
-    if (thread() == 0) {
-      for (int i = 0; i < kSlots; ++i) {
-        mbarrier_init(Base::barrier(Base::kFull + i), 1);
-        Base::init_for_warps(Base::barrier(Base::kReady + i), Config::kSupplyWarps);
-        Base::init_for_warps(Base::barrier(Base::kFree + i), Base::kReaders);
-      }
-      for (int i = 0; i < kRowSlots && Config::kHasRows; ++i) {
-        Base::init_for_warps(Base::barrier(Base::kDone + i), Config::kStateWarps);
-        mbarrier_init(Base::barrier(Base::kRowsFull + i), 1);
-        Base::init_for_warps(Base::barrier(Base::kMeasured + i), Config::kLengthWarps);
-        Base::init_for_warps(Base::barrier(Base::kRowsFree + i), 1 + Config::kScoreWarps);
-      }
-      if constexpr (Config::kHasRows) {
-        Base::init_for_warps(Base::barrier(Base::kMade), Config::kScoreWarps);
-        Base::init_for_warps(Base::barrier(Base::kUsed), Config::kStateWarps);
-      }
-    }
+    if (thread() == 0) Base::init_barriers();
     fence_async();
     sync_block();
   }

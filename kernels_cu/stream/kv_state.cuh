@@ -145,11 +145,7 @@ struct KeyValueState {
   LA_DEVICE void finish(const Piece& piece) const {
     const StatePlace at = Pipe::final_state(p, piece);
     typename P::State cells;
-#pragma unroll
-    for (int k = 0; k < kInner / 8; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) cells[i / 2][k].x[i % 2] = s[4 * k + i];
-    }
+    P::scatter(cells, s);
     IO::write(cells, p, at.kv, 0);
     if ((lane_id() & 3) != 0) return;
 #pragma unroll
@@ -172,8 +168,6 @@ struct KeyValueState {
     for (int i = 0; i < kInner / 16; ++i) stmatrix_x4(copy.packet_near(P::first_column(), 2 * i, lane & 15, lane >> 4), operand[i]);
   }
 
-  static LA_DEVICE constexpr int at(int m, int i, int c) { return (m * 2 + i / 2) * 4 + c * 2 + i % 2; }
-
   static LA_DEVICE void read_numbers(float (&x)[4], const float* of_rows, int m) {
     struct alignas(8) Pair { float x[2]; };
 #pragma unroll
@@ -193,8 +187,8 @@ struct KeyValueState {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int first = i / 2 * 2, c = i % 2;
-        values[m][i] = pack_bf16(ptx::fma(dv[at(m, first, c)], factor[first], sum_g[c]),
-                                 ptx::fma(dv[at(m, first + 1, c)], factor[first + 1], sum_g[c]));
+        values[m][i] = pack_bf16(ptx::fma(dv[P::place(m, first, c)], factor[first], sum_g[c]),
+                                 ptx::fma(dv[P::place(m, first + 1, c)], factor[first + 1], sum_g[c]));
       }
     }
   }
@@ -211,9 +205,9 @@ struct KeyValueState {
       read_numbers(inverse, Pipe::factors(slot, 1), m);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        dk[at(m, i, 0)] += sum_q[0];
-        dk[at(m, i, 1)] += sum_q[1];
-        share[i] = ptx::fma(x[i][0] * inverse[i], dk[at(m, i, 0)], x[i][1] * inverse[i] * dk[at(m, i, 1)]);
+        dk[P::place(m, i, 0)] += sum_q[0];
+        dk[P::place(m, i, 1)] += sum_q[1];
+        share[i] = ptx::fma(x[i][0] * inverse[i], dk[P::place(m, i, 0)], x[i][1] * inverse[i] * dk[P::place(m, i, 1)]);
       }
       sum[m] = P::sum_columns_of(share);
     }
@@ -250,12 +244,12 @@ struct KeyValueState {
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            float& y = dk[at(m0 + m, i, c)];
+            float& y = dk[P::place(m0 + m, i, c)];
             y = ptx::fma(-x[m][i][c] * inverse[m][i], along[m][i], y) * inverse[m][i];
           }
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) r[i] = pack_bf16(dk[at(m0 + m, i / 2 * 2, i % 2)], dk[at(m0 + m, i / 2 * 2 + 1, i % 2)]);
+        for (int i = 0; i < 4; ++i) r[i] = pack_bf16(dk[P::place(m0 + m, i / 2 * 2, i % 2)], dk[P::place(m0 + m, i / 2 * 2 + 1, i % 2)]);
         stmatrix_x4_trans(P::near_block(k, m0 + m), r);
       }
     }
@@ -275,11 +269,7 @@ struct KeyValueState {
         if (column < p.d) sum_q[c] = load_number<float>(at.k_sum, column);
       }
     }
-#pragma unroll
-    for (int k = 0; k < kInner / 8; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[4 * k + i] = cells[i / 2][k].x[i % 2];
-    }
+    P::gather(s, cells);
   }
 };
 

@@ -105,25 +105,31 @@ struct Pipe {
 
   static LA_DEVICE void init_for_warps(Mbarrier* barrier, i32 warps) { mbarrier_init(barrier, warps * kArrivalsOfWarp); }
 
-  static LA_DEVICE void begin() {
-    if (thread() == 0) {
-      for (int i = 0; i < kSlots; ++i) {
-        mbarrier_init(barrier(kFull + i), 1);
-        init_for_warps(barrier(kReady + i), Config::kSupplyWarps + Config::kCentreWarps);
-        init_for_warps(barrier(kFree + i), kReaders);
-      }
-      for (int i = 0; i < kRowSlots; ++i) {
-        init_for_warps(barrier(kDone + i), Config::kStateWarps);
-        mbarrier_init(barrier(kRowsFull + i), 1);
-        init_for_warps(barrier(kRowsFree + i), 1 + Config::kScoreWarps);
-      }
-      for (int i = 0; i < 2 && Config::kHasRows; ++i) {
-        init_for_warps(barrier(kMade + i), Config::kScoreWarps);
-        init_for_warps(barrier(kUsed + i), Config::kStateWarps);
-      }
-      init_for_warps(barrier(kStaged), Config::kStateWarps);
-      init_for_warps(barrier(kSent), 1);
+  // By one thread.
+  static LA_DEVICE void init_barriers() {
+    for (int i = 0; i < kSlots; ++i) {
+      mbarrier_init(barrier(kFull + i), 1);
+      init_for_warps(barrier(kReady + i), Config::kSupplyWarps + Config::kCentreWarps);
+      init_for_warps(barrier(kFree + i), kReaders);
     }
+    if (!Config::kHasRows) return;
+    for (int i = 0; i < kRowSlots; ++i) {
+      init_for_warps(barrier(kDone + i), Config::kStateWarps);
+      mbarrier_init(barrier(kRowsFull + i), 1);
+      if (Config::kLengthWarps > 0) init_for_warps(barrier(kMeasured + i), Config::kLengthWarps);
+      init_for_warps(barrier(kRowsFree + i), 1 + Config::kScoreWarps);
+    }
+    for (int i = 0; i < Config::kPairs; ++i) {
+      init_for_warps(barrier(kMade + i), Config::kScoreWarps);
+      init_for_warps(barrier(kUsed + i), Config::kStateWarps);
+    }
+    if (!Config::kHasStage) return;
+    init_for_warps(barrier(kStaged), Config::kStateWarps);
+    init_for_warps(barrier(kSent), 1);
+  }
+
+  static LA_DEVICE void begin() {
+    if (thread() == 0) init_barriers();
     for (int i = 0; Config::kHasRows && i < kRowSlots; ++i) fill<Config::kInner>(tile_a(i), 0);
     for (int slot = 0; slot < kSlots; ++slot) {
       if constexpr (Config::kCausal) fill<Config::kInner>(tile_b(slot), 0);

@@ -20,8 +20,7 @@ struct StateWork {
   static constexpr int kWide = Config::kCausal ? 36 : 32;  // with the sums of C's columns
 
   const Params& p;
-  // Of the block at inner columns 8k and rows 8n, the lane's elements stand at 4k + 2n: row g, columns 2t, 2t + 1.
-  float s[kInner / 2];
+  float s[kInner / 2];  // see Products::gather
   float sum[2];  // of C's column P::column(c), before the chunk
 
   LA_DEVICE explicit StateWork(const Params& params) : p(params) {}
@@ -202,22 +201,14 @@ struct StateWork {
         if (column < (Config::kGradQ ? p.d : p.e)) sum[c] = load_number<float>(Config::kGradQ ? at.k_sum : at.v_sum, column);
       }
     }
-#pragma unroll
-    for (int k = 0; k < kInner / 8; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[4 * k + i] = cells[i / 2][k].x[i % 2];
-    }
+    P::gather(s, cells);
   }
 
   LA_DEVICE void finish(const Piece& piece) {
     if (Config::kGradQ || !Config::kCausal || !Pipe::has_final(p, piece)) return;
     const StatePlace at = Pipe::final_state(p, piece);
     typename P::State cells;
-#pragma unroll
-    for (int k = 0; k < kInner / 8; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) cells[i / 2][k].x[i % 2] = s[4 * k + i];
-    }
+    P::scatter(cells, s);
     IO::write(cells, p, at.kv, piece.column0);
     if ((lane_id() & 3) != 0) return;
 #pragma unroll
