@@ -149,23 +149,30 @@ class SweepSpec(KernelSpec):
 
 
 @dataclass(frozen=True)
-class StreamSpec(KernelSpec):
-    """`stream`: the same walk on sm_90a, chunks passing through warps with roles of their own."""
+class _RoleWarpsSpec(KernelSpec):
+    """A walk on sm_90a, chunks passing through warps with roles of their own."""
 
     role: str
-    causal: bool
 
-    source = "stream.cu"
     resident = 1
 
     @property
     def has_rows(self) -> bool:
-        """Whether it makes a result, and not only sums."""
-        return self.role != KEYS
+        """Whether it makes results, and not only sums."""
+        return self.role not in (KEYS, QUERIES)
 
     @property
     def threads(self) -> int:
         return 32 * (self.workers + (12 if self.has_rows else 8))
+
+
+@dataclass(frozen=True)
+class StreamSpec(_RoleWarpsSpec):
+    """`stream`: what `sweep` does for out and dq, and the sums over keys."""
+
+    causal: bool
+
+    source = "stream.cu"
 
     @property
     def name(self) -> str:
@@ -217,24 +224,12 @@ class StreamSpec(KernelSpec):
 
 
 @dataclass(frozen=True)
-class KeyValueSpec(KernelSpec):
-    """`stream_key_value`: dk and dv in one walk backwards on sm_90a."""
-
-    role: str
+class KeyValueSpec(_RoleWarpsSpec):
+    """`stream_key_value`: dk and dv in one walk backwards, and the sums over queries."""
 
     source = "stream_key_value.cu"
     causal = True
     reversed = True
-    resident = 1
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether it makes results, and not only sums."""
-        return self.role != QUERIES
-
-    @property
-    def threads(self) -> int:
-        return 32 * (self.workers + (12 if self.has_rows else 8))
 
     @property
     def name(self) -> str:

@@ -6,7 +6,7 @@ which is ordered by stream, and may go back to it as soon as the launches are qu
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import cupy
@@ -35,21 +35,19 @@ class Ready:
         self.shared = launch.spec.shared_bytes
         self.launch, self.dtype = launch, np.dtype((np.void, len(launch.record)))
         self.device = device
-        self._instead: tuple[Ready, ...] | None = None
 
     def __call__(self, addresses: Mapping[str, int], stream: Any) -> None:
         if suited(self.launch, addresses)[0] is not self.launch:
-            for ready in self.instead():
+            for ready in self.instead:
                 ready(addresses, stream)
             return
         arguments = (np.frombuffer(fill(self.launch, addresses), self.dtype),)
         self.function(self.grid, self.block, arguments, shared_mem=self.shared, stream=stream)
 
+    @cached_property
     def instead(self) -> "tuple[Ready, ...]":
         """What runs where arrays are not aligned, loaded when it first does."""
-        if self._instead is None:
-            self._instead = tuple(Ready(launch, self.device) for launch in self.launch.instead)
-        return self._instead
+        return tuple(Ready(launch, self.device) for launch in self.launch.instead)
 
 
 @dataclass(frozen=True)
