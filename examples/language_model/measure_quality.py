@@ -26,6 +26,9 @@ from lm_report import Budget, machine, table, timed, write
 from lm_run import Schedule, train
 from lm_training import Trainer, make_trainer
 
+VARIANTS = ("linear", "linear:a=0,feature_map=exp,qk_norm=none", "softmax")
+"""The defaults of the operator, the options of it that recall and copy best, and softmax."""
+
 AROUND = 12.0
 """Seconds that a variant takes besides its steps: compiling validation, a checkpoint, a plot."""
 
@@ -86,7 +89,7 @@ def affordable(
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--preset", choices=PRESETS, default="120m")
-    parser.add_argument("--variants", nargs="+", default=["linear", "softmax"])
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--length", type=int)
