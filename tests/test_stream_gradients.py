@@ -443,7 +443,7 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {  # a role, a file, what is ther
     "keys before the chunk forgotten": ("GradQ", "gradient.cuh", r"before\[c\] \+ \(", "("),
     "the mean stays on v": ("GradQ", "score.cuh", r"half, -of_row\)", "half, 0.f)"),
     "the level stays on v": ("GradQ", "centre.cuh", r"if \(levelled\) take", "if (false) take"),
-    "sums of v forgotten": ("GradQ", "centre.cuh", r"x\[j\] \+ y\[j\]", "x[j]"),
+    "sums of v forgotten": ("GradQ", "centre.cuh", r"c\[0\]\[i\].x\[0\] \+ c", "c"),
     "a part begins with the sums of the last": (
         "GradQ",
         "centre.cuh",

@@ -70,6 +70,7 @@ UNSEEN = {
     Step("centre.cuh", "sync_warp()"): _ONE_BEHIND_THE_OTHER,
     Step("centre.cuh", "sync_warp()", 1): _ONE_BEHIND_THE_OTHER,
     Step("centre.cuh", "sync_warp()", 2): _ONE_BEHIND_THE_OTHER,
+    Step("centre.cuh", "sync_warp()", 3): _ONE_BEHIND_THE_OTHER,
     Step("state.cuh", "sync_warp()"): _ONE_BEHIND_THE_OTHER,
     Step("state.cuh", "sync_warp()", 1): _ONE_BEHIND_THE_OTHER,
     Step("supply.cuh", "sync_warp()"): _ONE_BEHIND_THE_OTHER,

@@ -31,13 +31,14 @@ struct StreamConfig {
   static constexpr int kSender = kCourier + 1, kFirstCentre = kCourier + 2, kCentreWarps = kGradQ ? Inner / 64 : 0, kLengthWarps = 0;
   static constexpr int kThreads = 32 * (kCourier + 4), kSupplyThreads = 32 * kSupplyWarps;
   // Warpgroups share the registers of the multiprocessor out anew. (A narrow state has enough of them; but where warps part for
-  // other reasons, the compiler has products wait for each other.)
+  // other reasons, the compiler has products wait for each other. In GradQ the courier's warpgroup takes all that are left: Centre has
+  // many rows on their way at once.)
   static constexpr bool kCrowded = kThreads == 640;
   static constexpr int kLaunchRegisters = kCrowded ? 96 : kThreads == 512 ? 128 : 168;
   static constexpr int kStateRegisters = kCrowded ? 160 : kHasRows ? 168 : 136;
   static constexpr int kScoreRegisters = kCrowded ? (kGradQ ? 64 : 72) : 120;
   static constexpr int kSupplyRegisters = kCrowded ? (kGradQ ? 48 : 64) : kHasRows ? 120 : 144;
-  static constexpr int kCourierRegisters = !kGradQ ? 24 : kCrowded ? 48 : 56;
+  static constexpr int kCourierRegisters = !kGradQ ? 24 : kCrowded ? 48 : 104;
   template <int Registers>
   static LA_DEVICE void share_registers() {
     if constexpr (Registers > kLaunchRegisters) take_registers<Registers>();
