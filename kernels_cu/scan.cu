@@ -23,16 +23,27 @@ struct ScanParams {
 
 constexpr int kScanWidth = 256;
 
+// Slots that are read before the first of them is written, so that a thread waits for all of them at once.
+constexpr int kScanAhead = 8;
+
 // One of the four parts: `size` numbers a head, of which this thread has number i. The start's is less by factor * c0.
 template <class Acc>
 LA_DEVICE void scan_part(const ScanParams& p, i64 i, i64 size, u64 slots, u64 start, u64 total, Acc factor, Acc c0) {
   Acc* slot = reinterpret_cast<Acc*>(slots);
   Acc sum = start != 0 ? ptx::fma(-factor, c0, reinterpret_cast<const Acc*>(start)[i]) : Acc(0);
-  for (i32 s = 0; s < p.pieces; ++s) {
-    Acc& x = slot[(p.reversed ? p.pieces - 1 - s : s) * size + i];
-    const Acc own = s < p.summed ? x : Acc(0);
-    x = sum;
-    sum += own;
+  for (i32 s = 0; s < p.pieces; s += kScanAhead) {
+    Acc* at[kScanAhead];
+    Acc own[kScanAhead];
+#pragma unroll
+    for (int j = 0; j < kScanAhead; ++j) {
+      at[j] = slot + (p.reversed ? p.pieces - 1 - s - j : s + j) * size + i;
+      own[j] = s + j < p.summed ? *at[j] : Acc(0);
+    }
+#pragma unroll
+    for (int j = 0; j < kScanAhead && s + j < p.pieces; ++j) {
+      *at[j] = sum;
+      sum += own[j];
+    }
   }
   if (total != 0) reinterpret_cast<Acc*>(total)[i] = sum;
 }
