@@ -163,7 +163,7 @@ class _RoleWarpsSpec(KernelSpec):
 
     @property
     def threads(self) -> int:
-        return 32 * (self.workers + (12 if self.has_rows else 8))
+        return 32 * (self.workers + 12)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,8 @@ class StreamSpec(_RoleWarpsSpec):
         gradient, workers = self.role == "GradQ", self.workers
         weights = self.causal * (2 * 72 * 128 + gradient * 64 * 128)
         stage = (self.has_rows and not gradient) * self._tile(self.columns)
-        numbers = (8 if gradient else 4) * 64 + (self.causal and not gradient) * 8 * self.inner
+        suppliers = 4 if self.has_rows else 8
+        numbers = (8 if gradient else 4) * 64 + (self.causal and not gradient) * 2 * suppliers * self.inner
         numbers += gradient * (6 * self.inner + (workers + 4) * 64)
         return weights + stage + 4 * numbers + 16 * 224 + 8 * 48
 
@@ -248,7 +249,8 @@ class KeyValueSpec(_RoleWarpsSpec):
             tiles = 2 * (slots + rows) * tile + 2 * 72 * 128 + self.inner * self.inner * 2
         else:
             tiles = 2 * slots * (tile + 8 * 128)
-        numbers = (2 * slots + 3 * rows) * 64 + self.inner + (self.workers + 1) * 64 + 8
+        numbers = (2 * slots + 3 * rows) * 64 + self.inner + (self.workers + 1) * 64
+        numbers += 8 if self.has_rows else 16
         return tiles + 4 * numbers + 16 * 240 + 8 * 48
 
 

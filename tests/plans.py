@@ -223,12 +223,10 @@ def assert_fits(spec: Spec, device: DeviceInfo) -> None:
     assert spec.shared_bytes <= device.shared_per_block, f"{spec.name} on {device}"
     assert spec.threads % 32 == 0 and 32 <= spec.threads <= 1024, spec.name
     if isinstance(spec, KernelSpec):
-        others = getattr(spec, "loaders", 0)
-        if isinstance(spec, StreamedSpec):
-            others = 8 if sums(spec) else 12
+        others = 12 if isinstance(spec, StreamedSpec) else getattr(spec, "loaders", 0)
         assert spec.workers >= 1 and spec.threads == 32 * (spec.workers + others), spec.name
         # Those of `stream` are shared out anew when it has begun.
-        least = 96 if isinstance(spec, StreamedSpec) and not sums(spec) else 128
+        least = 96 if isinstance(spec, StreamedSpec) else 128
         assert spec.resident >= 1 and register_limit(spec) >= least, spec.name
 
 

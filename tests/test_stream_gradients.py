@@ -489,7 +489,7 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {  # a role, a file, what is ther
         "row, of_query",
     ),
     "counts of all parts": ("Queries", "kv_supply.cuh", r"sum = 0;", ""),
-    "counts without a": ("Queries", "kv_supply.cuh", r"-p.a_float \* \(said", "-(said"),
+    "counts without a": ("Queries", "kv_supply.cuh", r"-p.a_float \* whole", "-whole"),
     "sums of another segment": ("Queries", "pipe.cuh", r"0 : part.segment", "0 : 0"),
     "the level stays on v in sums": ("Keys", "level.cuh", r"if \(any\) R", "if (false) R"),
 }

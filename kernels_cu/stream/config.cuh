@@ -24,9 +24,9 @@ struct StreamConfig {
   // or enters its factor.
   static constexpr bool kPlainRows = kGradQ || kSame<Feature, Identity>;
 
-  // A state warpgroup owns 64 columns; one warpgroup makes the weights, one transforms the rows, and one has the
+  // A state warpgroup owns 64 columns; one warpgroup makes the weights, one (of Keys two) transforms the rows, and one has the
   // courier, the sender, and in GradQ those that find the mean of v.
-  static constexpr int kStateWarps = Columns / 16, kScoreWarps = kHasRows ? 4 : 0, kSupplyWarps = 4;
+  static constexpr int kStateWarps = Columns / 16, kScoreWarps = kHasRows ? 4 : 0, kSupplyWarps = kHasRows ? 4 : 8;
   static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps;
   static constexpr int kSender = kCourier + 1, kFirstCentre = kCourier + 2, kCentreWarps = kGradQ ? Inner / 64 : 0, kLengthWarps = 0;
   static constexpr int kThreads = 32 * (kCourier + 4), kSupplyThreads = 32 * kSupplyWarps;
@@ -35,9 +35,9 @@ struct StreamConfig {
   // many rows on their way at once.)
   static constexpr bool kCrowded = kThreads == 640;
   static constexpr int kLaunchRegisters = kCrowded ? 96 : kThreads == 512 ? 128 : 168;
-  static constexpr int kStateRegisters = kCrowded ? 160 : kHasRows ? 168 : 136;
+  static constexpr int kStateRegisters = !kHasRows ? 136 : kCrowded ? 160 : 168;
   static constexpr int kScoreRegisters = kCrowded ? (kGradQ ? 64 : 72) : 120;
-  static constexpr int kSupplyRegisters = kCrowded ? (kGradQ ? 48 : 64) : kHasRows ? 120 : 144;
+  static constexpr int kSupplyRegisters = !kHasRows ? (kCrowded ? 88 : 144) : kCrowded ? (kGradQ ? 48 : 64) : 120;
   static constexpr int kCourierRegisters = !kGradQ ? 24 : kCrowded ? 48 : 104;
   template <int Registers>
   static LA_DEVICE void share_registers() {

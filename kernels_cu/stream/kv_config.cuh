@@ -32,14 +32,14 @@ struct KeyValueConfig {
   static constexpr bool kHasRows = kSame<Role, GradKV>, kOwnRows = kHasRows;
   static constexpr bool kInPlace = kHasRows, kHasStage = false;  // dk takes the place of k, dv that of v
 
-  static constexpr int kStateWarps = Width / 16, kScoreWarps = kHasRows ? 4 : 0, kSupplyWarps = 4;
+  static constexpr int kStateWarps = Width / 16, kScoreWarps = kHasRows ? 4 : 0, kSupplyWarps = kHasRows ? 4 : 8;
   static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps;
   static constexpr int kSender = kCourier + 1, kFirstLength = kCourier + 2, kLengthWarps = kHasRows ? 2 : 0, kCentreWarps = 0;
   static constexpr int kThreads = 32 * (kCourier + 4), kSupplyThreads = 32 * kSupplyWarps;
   static constexpr bool kCrowded = kThreads == 640;
   static constexpr int kLaunchRegisters = kCrowded ? 96 : kThreads == 512 ? 128 : 168, kStateRegisters = kHasRows ? 168 : 136;
-  static constexpr int kScoreRegisters = kCrowded ? 64 : 120, kSupplyRegisters = kCrowded ? 40 : kHasRows ? 120 : 144;
-  static constexpr int kCourierRegisters = kCrowded ? 40 : kHasRows ? 56 : 24;
+  static constexpr int kScoreRegisters = kCrowded ? 64 : 120, kSupplyRegisters = kHasRows ? (kCrowded ? 40 : 120) : kCrowded ? 88 : 144;
+  static constexpr int kCourierRegisters = !kHasRows ? 24 : kCrowded ? 40 : 56;
   template <int Registers>
   static LA_DEVICE void share_registers() {
     if constexpr (Registers > kLaunchRegisters) take_registers<Registers>();
@@ -68,8 +68,8 @@ struct KeyValueConfig {
   static constexpr int kLevel = kOffset + 4 * kSlots * kChunk;                 // [Width]
   static constexpr int kDots = kLevel + 4 * Width;                             // [kStateWarps][kChunk]
   static constexpr int kAlong = kDots + 4 * kStateWarps * kChunk;              // [kChunk]
-  static constexpr int kFlags = kAlong + 4 * kChunk;                           // [8]
-  static constexpr int kDescriptions = kFlags + 32;
+  static constexpr int kFlags = kAlong + 4 * kChunk;                           // [2][kSupplyWarps]
+  static constexpr int kDescriptions = kFlags + 8 * kSupplyWarps;
   static constexpr int kBarrier = kDescriptions + kPieces * kPieceBytes;
   static constexpr int kSharedBytes = kBarrier + 8 * kBarriers;
   static_assert(kSharedBytes <= 232448, "shared memory of a block");

@@ -122,8 +122,12 @@ struct KeyValueSupply {
     float* const said = Pipe::numbers(Config::kFlags) + ordinal % 2 * Config::kSupplyWarps;
     if (lane_id() == 0) said[warp_id() - Config::kFirstSupply] = sum;
     sync_named(1, Config::kSupplyThreads);
-    if (id() == 0) store_number(Pipe::final_state(p, piece).count, 0, -p.a_float * (said[0] + said[1] + said[2] + said[3]));
     sum = 0;
+    if (id() != 0) return;
+    float whole = 0;
+#pragma unroll
+    for (int i = 0; i < Config::kSupplyWarps; ++i) whole += said[i];
+    store_number(Pipe::final_state(p, piece).count, 0, -p.a_float * whole);
   }
 
   // A thread's own packets.

@@ -9,7 +9,7 @@ template <class Config>
 struct PartLevel {
   using Pipe = la::Pipe<Config>;
   using R = Rows<typename Config::Arith, Config::kColumns, Config::kChunk, Config::kSupplyThreads, 32 * Config::kFirstSupply>;
-  static_assert(Config::kColumns <= Config::kSupplyThreads && Config::kSupplyWarps == 4, "a thread has a column, a warp a flag");
+  static_assert(Config::kColumns <= Config::kSupplyThreads, "a thread has a column");
 
   bool any = false;  // whether a column has another than 0
 
@@ -30,7 +30,9 @@ struct PartLevel {
     const bool of_warp = warp_any(own != 0.f);
     if (lane_id() == 0) said[warp_id() - Config::kFirstSupply] = of_warp ? 1.f : 0.f;
     sync();
-    any = said[0] + said[1] + said[2] + said[3] != 0.f;
+    any = false;
+#pragma unroll
+    for (int i = 0; i < Config::kSupplyWarps; ++i) any = any || said[i] != 0.f;
   }
 
   template <class Tile>
