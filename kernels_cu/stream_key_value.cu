@@ -2,6 +2,7 @@
 //
 //   grid     as many blocks as there is room for, each with several parts one after the other: (head, segment) each
 //   reads    q, k, v, dout, den, delta; the gradient of the state behind the segment
+//            not causal: k, v; the sums over all queries
 //   writes   the rows of dk and dv in its segment
 //            Queries: slot `segment` of the workspace p.final, as accumulate.cu
 #include "stream/courier.cuh"
@@ -21,7 +22,7 @@ LA_KERNEL(Config::kThreads, 1) stream_key_value(LA_GRID_CONSTANT const StreamPar
     KeyValueState<Config>(params.p).run();
   } else if (warp_id() < Config::kFirstSupply) {
     Config::template share_registers<Config::kScoreRegisters>();
-    if constexpr (Config::kHasRows) KeyValueScore<Config>{params.p}.run();
+    if constexpr (Config::kScoreWarps > 0) KeyValueScore<Config>{params.p}.run();
   } else if (warp_id() < Config::kCourier) {
     Config::template share_registers<Config::kSupplyRegisters>();
     KeyValueSupply<Config>(params.p).run();

@@ -162,8 +162,18 @@ class _RoleWarpsSpec(KernelSpec):
         return self.role not in (KEYS, QUERIES)
 
     @property
+    def suppliers(self) -> int:
+        """Warps that transform rows; kSupplyWarps of the configuration."""
+        return 4 if self.has_rows else 8
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether there are score warps."""
+        return self.has_rows
+
+    @property
     def threads(self) -> int:
-        return 32 * (self.workers + 12)
+        return 32 * (self.workers + 4 * self.has_scores + self.suppliers + 4)
 
 
 @dataclass(frozen=True)
@@ -188,8 +198,8 @@ class StreamSpec(_RoleWarpsSpec):
         gradient, workers = self.role == "GradQ", self.workers
         weights = self.causal * (2 * 72 * 128 + gradient * 64 * 128)
         stage = (self.has_rows and not gradient) * self._tile(self.columns)
-        suppliers = 4 if self.has_rows else 8
-        numbers = (8 if gradient else 4) * 64 + (self.causal and not gradient) * 2 * suppliers * self.inner
+        numbers = (8 if gradient else 4) * 64
+        numbers += (self.causal and not gradient) * 2 * self.suppliers * self.inner
         numbers += gradient * (6 * self.inner + (workers + 4) * 64)
         return weights + stage + 4 * numbers + 16 * 224 + 8 * 48
 
@@ -228,8 +238,9 @@ class StreamSpec(_RoleWarpsSpec):
 class KeyValueSpec(_RoleWarpsSpec):
     """`stream_key_value`: dk and dv in one walk backwards, and the sums over queries."""
 
+    causal: bool
+
     source = "stream_key_value.cu"
-    causal = True
     reversed = True
 
     @property
@@ -237,20 +248,37 @@ class KeyValueSpec(_RoleWarpsSpec):
         """The kernel's C++ name."""
         return (
             f"la::stream_key_value<la::KeyValueConfig<la::{self.arith}, la::{self.role}, "
-            f"la::{FEATURES[self.feature]}, {self.inner}>>"
+            f"la::{FEATURES[self.feature]}, {self.inner}, {str(self.causal).lower()}>>"
         )
+
+    @property
+    def has_scores(self) -> bool:
+        """Where rows meet queries; kOwnRows of the configuration."""
+        return self.has_rows and self.causal
+
+    @property
+    def slots(self) -> int:
+        """Chunks of sources, or else of rows, that are there or on their way; kSlots of the configuration."""
+        if self.inner == 64 or not self.has_rows:
+            return 6
+        return 3 if self.causal else 5
+
+    @property
+    def row_slots(self) -> int:
+        """The same of rows; kRowSlots of the configuration."""
+        if self.has_scores:
+            return 2 if self.inner == 128 else 4
+        return self.slots if self.has_rows else 1
 
     @property
     def shared_bytes(self) -> int:
         """kSharedBytes of the configuration."""
-        slots, rows = ((3, 2) if self.inner == 128 else (6, 4)) if self.has_rows else (6, 1)
-        tile = self._tile(self.inner)
-        if self.has_rows:
-            tiles = 2 * (slots + rows) * tile + 2 * 72 * 128 + self.inner * self.inner * 2
-        else:
-            tiles = 2 * slots * (tile + 8 * 128)
+        slots, rows, tile = self.slots, self.row_slots, self._tile(self.inner)
+        tiles = 2 * slots * tile
+        tiles += self.has_scores * (2 * rows * tile + 2 * 72 * 128)
+        tiles += self.inner * self.inner * 2 if self.has_rows else 2 * slots * 8 * 128
         numbers = (2 * slots + 3 * rows) * 64 + self.inner + (self.workers + 1) * 64
-        numbers += 8 if self.has_rows else 16
+        numbers += 2 * self.suppliers
         return tiles + 4 * numbers + 16 * 240 + 8 * 48
 
 
@@ -459,7 +487,7 @@ def stream_spec(
 
 
 def key_value_spec(
-    arith: str, feature: str, d: int, e: int, device: DeviceInfo, role: str = "GradKV"
+    role: str, arith: str, feature: str, d: int, e: int, causal: bool, device: DeviceInfo
 ) -> KeyValueSpec | None:
     """The specialisation of `stream_key_value`, where there is one."""
     width = padded(d, STREAM)
@@ -467,7 +495,7 @@ def key_value_spec(
         return None
     if width != padded(e, STREAM):
         return None
-    spec = KeyValueSpec(STREAM, feature, width, width, 64, 2, role)
+    spec = KeyValueSpec(STREAM, feature, width, width, 64, 2, role, causal)
     return spec if spec.shared_bytes <= device.shared_per_block else None
 
 

@@ -161,13 +161,13 @@ def _key_gradients(planner: Planner, rows: dict[str, RowRef]) -> None:
     elif total is not None or segment < planner.positions(False)[2]:
         cut = planner.states("queries", True, segment, rows, given, total)
     results = {name: _result(planner, name, arrays.state_lead) for name in specs}
-    read = {"k": ("v", "k"), "v": ("k",)}
-    if planner.causal:
-        read = dict.fromkeys(specs, ("q", "k", "v", "dout"))
+    read: dict[str, tuple[str, ...]] = dict.fromkeys(specs, ("q", "k", "v", "dout"))
+    if not planner.causal:
+        read, rows = {"k": ("v", "k"), "v": ("k",)}, {}  # of queries, the total has all
     walks: tuple[Launch, ...] = ()
     for name, spec in specs.items():
         tensors = {x: arrays.tensor(x) for x in read[name]} | {"dst": results[name]}
-        walks += planner.walk(spec, cut, tensors, rows if planner.causal else {})
+        walks += planner.walk(spec, cut, tensors, rows)
     if both is not None:
         tensors = {x: arrays.tensor(x) for x in read["k"]}
         tensors |= {"dst": results["k"], "second": results["v"]}

@@ -278,10 +278,10 @@ class Planner:
         stream: StreamedSpec | None
         if not is_reversed:
             stream = stream_spec(KEYS, *of, True, self.device)
-        elif self.why_not_key_value():
+        elif self.why_not_key_value(QUERIES):
             stream = None
         else:
-            stream = key_value_spec(*of, self.device, QUERIES)
+            stream = key_value_spec(QUERIES, *of, True, self.device)
         return stream or self.state_spec(is_reversed)
 
     def total(
@@ -374,26 +374,28 @@ class Planner:
 
     def key_value_spec(self) -> KeyValueSpec | None:
         """What makes dk and dv in one walk, where there is such a kernel and nothing speaks against it."""
-        of = self.p.d, self.p.e, self.device
-        spec = key_value_spec(self.arith, "identity", *of) if self.causal else None
-        if spec is not None and (why := self.why_not_key_value()):
+        of = self.p.d, self.p.e, self.causal, self.device
+        spec = key_value_spec("GradKV", self.arith, "identity", *of)
+        if spec is not None and (why := self.why_not_key_value("GradKV")):
             self.reasons.append(f"dk and dv are made in two walks: {why}")
             return None
         return spec
 
-    def why_not_key_value(self) -> str:
+    def why_not_key_value(self, role: str) -> str:
         """What of the options, the heads and the length keeps dk and dv from being made in one walk."""
         axes, o = self.arrays.state_axes, self.p.options
         if o.feature_map != "identity":
             return (
                 f"one walk makes them for the identity only, not for feature_map={o.feature_map!r}"
             )
-        if prod(axes.sizes[i] for i in axes.group) > 1:
-            return "one walk does not sum over heads that share k and v"
         if self.positions(False)[2] <= GRANULE:
             return _ONE_CHUNK
         if o.qk_norm is not None and not 1 / _FARTHEST <= max(abs(o.a), abs(o.b)) <= _FARTHEST:
             return f"one walk multiplies a and b, here {o.a:g} and {o.b:g}, with lengths of rows"
+        if role != QUERIES and not self.causal:
+            return ""  # of queries, it only has their total
+        if prod(axes.sizes[i] for i in axes.group) > 1:
+            return "one walk does not sum over heads that share k and v"
         if o.b != 0 and abs(o.a) > _FARTHEST * abs(o.b):
             return f"one walk divides a by b, here {o.a:g} by {o.b:g}"
         return ""

@@ -194,8 +194,10 @@ def assert_has_maps(launch: Launch) -> None:
     spec = launch.spec
     mapped = {name for _, name, _ in launch.maps}
     assert mapped <= {name for _, name, _ in launch.pointers}
-    read = {"k", "v"} if spec.role != QUERIES and spec.causal else set()
-    read |= set() if spec.role == KEYS else {"q"} if spec.role == "Forward" else {"q", "dout"}
+    queries, keys = {"q"} if spec.role == "Forward" else {"q", "dout"}, {"k", "v"}
+    read = keys if spec.role in (KEYS, "GradKV") else queries
+    if spec.causal and not sums(spec):
+        read = queries | keys
     results = {"out", *(x for name in ("dq", "dk", "dv") for x in (name, f"{name}.heads"))}
     assert mapped - results == read
     both = isinstance(spec, KeyValueSpec) and not sums(spec)
@@ -216,6 +218,8 @@ def assert_has_maps(launch: Launch) -> None:
         }, "both results have maps"
         made = {(at, *rest) for at, *rest in made if at != dst}
         made |= {(dst, *rest) for at, *rest in launch.pointers if at == second}
+        if not spec.causal:
+            made = {x for x in made if x[0] != PARAMS.fields["v"][1]}  # dv does not need v
         assert made == {*launch.instead[1].pointers}
 
 
@@ -223,7 +227,9 @@ def assert_fits(spec: Spec, device: DeviceInfo) -> None:
     assert spec.shared_bytes <= device.shared_per_block, f"{spec.name} on {device}"
     assert spec.threads % 32 == 0 and 32 <= spec.threads <= 1024, spec.name
     if isinstance(spec, KernelSpec):
-        others = 12 if isinstance(spec, StreamedSpec) else getattr(spec, "loaders", 0)
+        others = getattr(spec, "loaders", 0)
+        if isinstance(spec, StreamedSpec):
+            others = 12 if sums(spec) or spec.has_scores else 8
         assert spec.workers >= 1 and spec.threads == 32 * (spec.workers + others), spec.name
         # Those of `stream` are shared out anew when it has begun.
         least = 96 if isinstance(spec, StreamedSpec) else 128

@@ -58,8 +58,8 @@ def matrix_spec(
     role, causal = kernel
     if role in ROLES:
         stream = stream_spec(role, arith, feature, d, e, causal, device)
-        if causal and not shared and role in ("GradK", "GradV"):  # in one walk
-            stream = key_value_spec(arith, feature, d, e, device)
+        if role in ("GradK", "GradV") and not (causal and shared):  # in one walk
+            stream = key_value_spec("GradKV", arith, feature, d, e, causal, device)
         if mapped and stream is not None:
             return stream
         return sweep_spec(role, arith, feature, d, e, causal, device, shared)
@@ -68,7 +68,7 @@ def matrix_spec(
         if stream is not None:
             return stream
     if mapped and not shared and role == "queries":
-        both = key_value_spec(arith, feature, d, e, device, QUERIES)
+        both = key_value_spec(QUERIES, arith, feature, d, e, True, device)
         if both is not None:
             return both
     return state_spec(arith, feature, d, e, role == "queries", device)

@@ -143,5 +143,6 @@ def test_the_reduced_set_reaches_every_kernel() -> None:
         for role in ("Forward", "GradQ") if arith == STREAM else ROLES:
             assert {(arith, role, False), (arith, role, True)} <= walks, (arith, role)
     assert {(STREAM, role, True) for role in (KEYS, "Queries", "GradKV")} <= walks
+    assert (STREAM, "GradKV", False) in walks
     assert any("segments" in reason for plan in made for reason in plan.reasons)
     assert any(name.startswith("dots.") for plan in made for name in plan.workspace)

@@ -314,8 +314,8 @@ def test_grouped_queries_share_keys() -> None:
 def test_wgmma_where_there_is_some(device: DeviceInfo, causal: bool) -> None:
     """On sm_90, in bfloat16 up to 128 columns, but where heads are summed over; the plan says so."""
 
-    def walks_of(width: int, heads: int) -> tuple[dict[str, str], str]:
-        made = plans(device, (3, heads), 300, None, width, causal=causal, kv_lead=(3, 1))
+    def walks_of(width: int, heads: int, **of: Any) -> tuple[dict[str, str], str]:
+        made = plans(device, (3, heads), 300, None, width, causal=causal, kv_lead=(3, 1), **of)
         specs = [x.spec for plan in made for x in plan.launches]
         reasons = "\n".join(reason for plan in made for reason in plan.reasons)
         found = {x.role: x.arith for x in specs if isinstance(x, WalkSpec) and not sums(x)}
@@ -325,10 +325,11 @@ def test_wgmma_where_there_is_some(device: DeviceInfo, causal: bool) -> None:
     stream = STREAM if device.arch == 90 else "Bf16"
     queries = {"Forward": stream, "GradQ": stream}
     arithmetic, reasons = walks_of(104, 1)
-    both = {"GradKV": stream} if causal and device.arch == 90 else {"GradK": best, "GradV": best}
-    assert arithmetic == queries | both and "share k and v" not in reasons
+    two = {"GradK": best, "GradV": best}
+    one = {"GradKV": stream} if device.arch == 90 else two
+    assert arithmetic == queries | one and "share k and v" not in reasons
+    assert walks_of(104, 1, feature_map="relu")[0] == queries | two
     arithmetic, reasons = walks_of(104, 2)
-    keys = "Bf16" if causal else best
-    assert arithmetic == queries | {"GradK": keys, "GradV": keys}
+    assert arithmetic == queries | (dict.fromkeys(two, "Bf16") if causal else one)
     assert ("share k and v" in reasons) == (causal and device.arch == 90)
     assert set(walks_of(129, 1)[0].values()) == {"Bf16"}

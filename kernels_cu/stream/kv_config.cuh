@@ -9,7 +9,8 @@
 // Rows of q and k stay as they are. What enters with k~ is |k| times as large, and divided by it in the end. b / |q| moves from b q~ to g
 // and delta, which no longer are those above; then w is a / b |q| + k~ . q, and the sum of g that of a / b |q| g.
 //
-// In Queries there are no rows: only R and both sums, over each piece, as `accumulate` takes them.
+// In Queries there are no rows: only R and both sums, over each piece, as `accumulate` takes them. Where nothing is masked these are
+// the sums over all queries, with which each part begins, and there are no sources.
 #pragma once
 #include "stream/config.cuh"
 
@@ -18,8 +19,9 @@ namespace la {
 struct GradKV { static constexpr bool kReversed = true, kKeyFeatures = true, kThroughFeatures = false; };
 struct Queries { static constexpr bool kReversed = true, kKeyFeatures = true, kThroughFeatures = false; };
 
-// Width: padded D and E. Rows (k, v) and sources (q, and dout, which becomes g in its place) have rings of slots.
-template <class Arith_, class Role_, class Feature_, int Width>
+// Width: padded D and E. Rows (k, v) and sources (q, and dout, which becomes g in its place) have rings of slots; rows alone have that
+// of sources.
+template <class Arith_, class Role_, class Feature_, int Width, bool Causal>
 struct KeyValueConfig {
   using Arith = Arith_;
   using Role = Role_;
@@ -28,11 +30,12 @@ struct KeyValueConfig {
   using Acc = float;
   static_assert(kSame<Feature, Identity>, "z must follow from k~");
   static constexpr int kInner = Width, kColumns = Width, kChunk = 64, kSlices = 2;
-  static constexpr bool kCausal = true, kGrouped = false, kGradQ = false, kKeyValue = true;
-  static constexpr bool kHasRows = kSame<Role, GradKV>, kOwnRows = kHasRows;
+  static constexpr bool kCausal = Causal, kGrouped = false, kGradQ = false, kKeyValue = true;
+  static constexpr bool kHasRows = kSame<Role, GradKV>, kOwnRows = kHasRows && Causal;
+  static_assert(kHasRows || kCausal, "there must be rows or sources");
   static constexpr bool kInPlace = kHasRows, kHasStage = false;  // dk takes the place of k, dv that of v
 
-  static constexpr int kStateWarps = Width / 16, kScoreWarps = kHasRows ? 4 : 0, kSupplyWarps = kHasRows ? 4 : 8;
+  static constexpr int kStateWarps = Width / 16, kScoreWarps = kOwnRows ? 4 : 0, kSupplyWarps = kHasRows ? 4 : 8;
   static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps;
   static constexpr int kSender = kCourier + 1, kFirstLength = kCourier + 2, kLengthWarps = kHasRows ? 2 : 0, kCentreWarps = 0;
   static constexpr int kThreads = 32 * (kCourier + 4), kSupplyThreads = 32 * kSupplyWarps;
@@ -52,11 +55,12 @@ struct KeyValueConfig {
   using LinesTile = typename Arith::template Tile<64, 8>;             // of Queries, the same lines, two tiles for each slot
   using CopyTile = typename Arith::template Tile<Width, Width>;       // R^T, lines of E
 
-  static constexpr int kTile = InnerTile::bytes(kChunk), kSlot = 2 * kTile, kRowBytes = kHasRows ? 2 * kTile : 0, kX = kTile;
-  static constexpr int kRowsLoaded = kRowBytes, kSourcesLoaded = 2 * kTile;
-  static constexpr int kSlots = Width == 128 && kHasRows ? 3 : 6, kRowSlots = !kHasRows ? 1 : Width == 128 ? 2 : 4;
+  static constexpr int kTile = InnerTile::bytes(kChunk), kSlot = 2 * kTile, kRowBytes = kOwnRows ? 2 * kTile : 0, kX = kTile;
+  static constexpr int kRowsLoaded = kHasRows ? 2 * kTile : 0, kSourcesLoaded = Causal ? 2 * kTile : 0;
+  static constexpr int kSlots = Width == 64 || !kHasRows ? 6 : Causal ? 3 : 5;
+  static constexpr int kRowSlots = !kHasRows ? 1 : !Causal ? kSlots : Width == 128 ? 2 : 4;
   static constexpr int kLinesTile = LinesTile::bytes(8), kWeightsTile = WeightsTile::bytes(kChunk + 8);
-  static constexpr int kWeightsBytes = 2 * (kHasRows ? kWeightsTile : kSlots * kLinesTile);
+  static constexpr int kWeightsBytes = kOwnRows ? 2 * kWeightsTile : kHasRows ? 0 : 2 * kSlots * kLinesTile;
   static constexpr int kFactorLines = 3, kPairs = 1;  // see KeyLength
   static constexpr int kPieces = 16, kPieceBytes = 240, kBarriers = 48;
   static constexpr int kOwnRowsAt = kSlots * kSlot;

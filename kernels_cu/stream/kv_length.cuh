@@ -1,4 +1,4 @@
-// The warps of `stream_key_value` that find |k| of each row, a lane each, while the score warps form products.
+// The warps of `stream_key_value` that find |k| of each row, a lane each, while others form products.
 #pragma once
 #include "stream/kv_pipe.cuh"
 
@@ -18,7 +18,7 @@ struct KeyLength {
     typename Pipe::Chunk now;
 #pragma unroll 1
     while (now.exists(parts)) {
-      Pipe::wait(Pipe::kRowsFull, now.rows);
+      Pipe::wait(Config::kOwnRows ? Pipe::kRowsFull : Pipe::kFull, now.rows);
       put(now.rows.at, p.unit_norm ? length(Pipe::k(now.rows.at)) : 1.f);
       sync_warp();
       Pipe::arrive(Pipe::kMeasured, now.rows);

@@ -3,7 +3,7 @@
 //
 //   dv^T = R^T K^T + G^T w^T,    dk~^T = R V^T + Q^T u^T,    R^T += G^T Q
 //
-// In Queries the last alone, which they write with the sums.
+// In Queries the last alone, which they write with the sums; where nothing is masked, the first of both sums, and R^T stays as it is.
 #pragma once
 #include "stream/kv_pipe.cuh"
 
@@ -20,6 +20,7 @@ struct KeyValueState {
 
   const Params& p;
   float s[kInner / 2];
+  u32 rounded[kInner / 16][4];  // the same, as it enters a product
   float sum_g[2], sum_q[2];  // behind the chunk: a (sum of g) of this lane's columns of v, sum of -delta b q~ of those of k
 
   LA_DEVICE explicit KeyValueState(const Params& params) : p(params) {}
@@ -35,8 +36,9 @@ struct KeyValueState {
       begin(piece);
 #pragma unroll 1
       for (bool more = true; more; more = !now.next(chunks)) {
-        if constexpr (Config::kHasRows) turn(now);
-        else add(now);
+        if constexpr (!Config::kHasRows) add(now);
+        else if constexpr (Config::kCausal) turn(now);
+        else turn_unmasked(now);
       }
       if constexpr (!Config::kHasRows) finish(piece);
     }
@@ -52,13 +54,7 @@ struct KeyValueState {
     const auto copy = Pipe::copy();
     Pipe::wait(Pipe::kReady, now.slot);
     Pipe::wait(Pipe::kRowsFull, now.rows);
-    u32 operand[kInner / 16][4];
-#pragma unroll
-    for (int i = 0; i < kInner / 16; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) operand[i][j] = pack_bf16(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
-    }
-    put_copy(operand);
+    round();
     Pipe::wait(Pipe::kMade, now.pair);
     float dv[32], of_g[4], dk[32], of_q[4];
     wgmma_pin(s);
@@ -66,7 +62,7 @@ struct KeyValueState {
     wgmma_pin(of_g);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kInner / 16; ++i) wgmma<kAlongK>(dv, operand[i], k.along(0, i * 16), i > 0);
+    for (int i = 0; i < kInner / 16; ++i) wgmma<kAlongK>(dv, rounded[i], k.along(0, i * 16), i > 0);
 #pragma unroll
     for (int i = 0; i < Config::kChunk; i += 16) {
       wgmma<kAcross, kAlongK>(dv, g.across(i, group_column()), w.along(0, i), 1);
@@ -102,18 +98,39 @@ struct KeyValueState {
     Pipe::arrive(Pipe::kUsed, now.pair);
     find_dots(dk, k, row);
     add(sum_q, of_q);
-    sync_all();  // neither k nor v is read by a product any more
-    if (thread() < Config::kChunk) find_along(thread());
-#pragma unroll
-    for (int m = 0; m < Config::kChunk / 16; ++m) stmatrix_x4_trans(P::near_block(v, m), values[m]);
+    put_values(values, v);
     wgmma_wait<0>();
     wgmma_pin(s);
     Pipe::arrive(Pipe::kFree, now.slot);
-    sync_all();
-    finish_keys(dk, k, row);
-    fence_async();
-    sync_warp();
-    Pipe::arrive(Pipe::kDone, now.rows);
+    put_keys(dk, k, now);
+  }
+
+  // Where nothing is masked.
+  LA_DEVICE void turn_unmasked(const Chunk& now) const {
+    const i32 row = now.rows.at;
+    const auto k = Pipe::k(row), v = Pipe::v(row);
+    const auto copy = Pipe::copy();
+    Pipe::wait(Pipe::kReady, now.slot);
+    float dv[32], dk[32];
+    wgmma_pin(dv);
+    wgmma_pin(dk);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kInner / 16; ++i) wgmma<kAlongK>(dv, rounded[i], k.along(0, i * 16), i > 0);
+    wgmma_commit();
+#pragma unroll
+    for (int i = 0; i < kInner; i += 16) wgmma<kAcross, kAlongK>(dk, copy.across(i, group_column()), v.along(0, i), i > 0);
+    wgmma_commit();
+    wgmma_wait<1>();
+    wgmma_pin(dv);
+    Pipe::wait(Pipe::kMeasured, now.rows);
+    u32 values[Config::kChunk / 16][4];
+    finish_values(values, dv, row);
+    wgmma_wait<0>();
+    wgmma_pin(dk);
+    find_dots(dk, k, row);
+    put_values(values, v);
+    put_keys(dk, k, now);
   }
 
   LA_DEVICE void add(const Chunk& now) {
@@ -161,11 +178,17 @@ struct KeyValueState {
     sum[1] += lines[2] + lines[3];
   }
 
-  static LA_DEVICE void put_copy(const u32 (&operand)[kInner / 16][4]) {
+  // R^T as products take it: from registers for dv, from shared memory for dk.
+  LA_DEVICE void round() {
     const int lane = lane_id();
     const auto copy = Pipe::copy();
 #pragma unroll
-    for (int i = 0; i < kInner / 16; ++i) stmatrix_x4(copy.packet_near(P::first_column(), 2 * i, lane & 15, lane >> 4), operand[i]);
+    for (int i = 0; i < kInner / 16; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) rounded[i][j] = pack_bf16(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
+    }
+#pragma unroll
+    for (int i = 0; i < kInner / 16; ++i) stmatrix_x4(copy.packet_near(P::first_column(), 2 * i, lane & 15, lane >> 4), rounded[i]);
   }
 
   static LA_DEVICE void read_numbers(float (&x)[4], const float* of_rows, int m) {
@@ -215,6 +238,23 @@ struct KeyValueState {
     for (int m = 0; m < kSets; ++m) {
       if (P::holds_sum()) Pipe::dots(warp_id())[P::row(m, P::summed_row())] = sum[m];
     }
+  }
+
+  template <class Tile>
+  LA_DEVICE void put_values(const u32 (&values)[Config::kChunk / 16][4], const Tile& v) const {
+    sync_all();  // neither k nor v is read by a product any more
+    if (thread() < Config::kChunk) find_along(thread());
+#pragma unroll
+    for (int m = 0; m < Config::kChunk / 16; ++m) stmatrix_x4_trans(P::near_block(v, m), values[m]);
+  }
+
+  template <class Tile>
+  LA_DEVICE void put_keys(float (&dk)[32], const Tile& k, const Chunk& now) const {
+    sync_all();
+    finish_keys(dk, k, now.rows.at);
+    fence_async();
+    sync_warp();
+    Pipe::arrive(Pipe::kDone, now.rows);
   }
 
   LA_DEVICE void find_along(int row) const {
@@ -270,6 +310,11 @@ struct KeyValueState {
       }
     }
     P::gather(s, cells);
+    if constexpr (!Config::kCausal) {
+      round();
+      fence_async();
+      sync_all();
+    }
   }
 };
 

@@ -1,5 +1,5 @@
-// The suppliers of `stream_key_value`: dout times b / (|q| den), and what is taken of each query besides; v less its level. In Queries
-// they count, too.
+// The suppliers of `stream_key_value`: dout times b / (|q| den), and what is taken of each query besides; v less its level, where nothing
+// is masked that alone. In Queries they count, too.
 #pragma once
 #include "stream/kv_pipe.cuh"
 #include "stream/level.cuh"
@@ -31,13 +31,18 @@ struct KeyValueSupply {
       if constexpr (Config::kHasRows) {
         if (now.begins()) level.find(p, piece);
       }
-      put(now, piece);
+      if constexpr (Config::kCausal) put_sources(now, piece);
+      if constexpr (Config::kOwnRows) Pipe::wait(Pipe::kRowsFull, now.rows);
+      if constexpr (Config::kHasRows) level.take_off(Pipe::v(now.rows.at), piece.rows_at(now.step));
+      fence_async();
+      sync_warp();
+      Pipe::arrive(Pipe::kReady, now.slot);
       if (!Config::kHasRows && now.step + 1 == piece.chunks) finish(piece, now.ordinal);
       now.next(piece.chunks);
     }
   }
 
-  LA_DEVICE void put(const Chunk& now, const Piece& piece) {
+  LA_DEVICE void put_sources(const Chunk& now, const Piece& piece) {
     const Span sources = piece.sources_at(now.step);
     float den[R::kPasses], delta[R::kPasses];
 #pragma unroll
@@ -75,13 +80,6 @@ struct KeyValueSupply {
 #pragma unroll
       for (float& one : x) one *= den[pass];
     });
-    if constexpr (Config::kHasRows) {
-      Pipe::wait(Pipe::kRowsFull, now.rows);
-      level.take_off(Pipe::v(now.rows.at), piece.rows_at(now.step));
-    }
-    fence_async();
-    sync_warp();
-    Pipe::arrive(Pipe::kReady, now.slot);
   }
 
   // Long and short rows times a power of two, to a length of about 1: they meet rows of k, which may be long or short as well.

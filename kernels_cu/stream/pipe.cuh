@@ -1,7 +1,7 @@
 // The shared memory of a block of `stream`, and how its warps hand chunks to each other: each barrier stands for a thing of which
 // there are several, and is waited for in turn.
 //
-//   full      a slot has the rows of a chunk                          courier -> suppliers, centre
+//   full      a slot has the rows of a chunk                          courier -> suppliers, centre (or KeyLength)
 //   ready     the same, transformed, and the sums before it           suppliers, centre -> scores, state
 //   free      a slot is no longer read                                scores, state, centre (or the sender) -> courier
 //   made      weights of a chunk, and what its rows are made with     scores -> state
@@ -9,9 +9,10 @@
 //   staged    the result of a chunk                                   state -> sender
 //   sent      the same may be written over                            sender -> state
 //   done      the result has taken the place of rows                  state -> sender
-//   measured  |k| of each row (stream_key_value)                      KeyLength -> scores
+//   measured  |k| of each row (stream_key_value)                      KeyLength -> scores (or the state)
 //
 // Where rows have slots of their own (StreamConfig::kOwnRows), they are full and free by themselves, and sent before they are free.
+// stream_key_value has no scores where nothing is masked.
 // Courier and suppliers are what is often called the producer, the sender the store or epilogue warp.
 #pragma once
 #include "stream/config.cuh"
@@ -119,7 +120,7 @@ struct Pipe {
       if (Config::kLengthWarps > 0) init_for_warps(barrier(kMeasured + i), Config::kLengthWarps);
       init_for_warps(barrier(kRowsFree + i), 1 + Config::kScoreWarps);
     }
-    for (int i = 0; i < Config::kPairs; ++i) {
+    for (int i = 0; Config::kScoreWarps > 0 && i < Config::kPairs; ++i) {
       init_for_warps(barrier(kMade + i), Config::kScoreWarps);
       init_for_warps(barrier(kUsed + i), Config::kStateWarps);
     }
