@@ -320,7 +320,7 @@ FAULTS = {  # the case that notices, the file, what is replaced, by what
     ),
     "pieces in the wrong order": (
         "length-1031",
-        ("scan.cu", r"p\.reversed \? p\.pieces - 1 - s : s", "s"),
+        ("scan.cu", r"p\.reversed \? p\.pieces - 1 - s - j : s \+ j", "s + j"),
     ),
 }
 
