@@ -168,7 +168,8 @@ def draw(rows: dict[str, Any], path: Path, title: str) -> None:
         widths = [row["ms"][what] for row in rows.values()]
         plane.barh(list(rows), widths, left=left, label=what)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    plane.legend()
+    plane.set_ylim(-0.5, len(rows))  # room for the legend
+    plane.legend(loc="upper center", ncols=3)
     figure.savefig(path, dpi=120)
 
 

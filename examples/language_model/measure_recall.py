@@ -119,7 +119,7 @@ def config_for(options: argparse.Namespace, task: Task, name: str) -> ModelConfi
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
-    parser.add_argument("--pairs", type=int, nargs="*", default=[8, 16], help="recall: of keys")
+    parser.add_argument("--pairs", type=int, nargs="*", default=[8], help="recall: of keys")
     parser.add_argument("--length", type=int, default=64, help="recall: tokens of a sequence")
     parser.add_argument("--vocabulary", type=int, default=128, help="recall: keys and values")
     parser.add_argument("--symbols", type=int, nargs="*", default=[64], help="copying: tokens")
