@@ -37,6 +37,8 @@ class Row:
     fwd_roof: float | None = None
     both_roof: float | None = None
     peak_units: float | None = None
+    predicted_fwd_ms: float | None = None  # by la.explain
+    predicted_both_ms: float | None = None
     errors: dict[str, Any] = field(default_factory=dict)
     fault: str | None = None
 
@@ -69,7 +71,7 @@ class Row:
 
 HEADER = (
     "| op | B | N | H | D | type | fwd ms | fwd+bwd ms | fwd/roof | fwd+bwd/roof | peak, units "
-    "| host µs, fwd | fwd+bwd |\n|" + "---|" * 13
+    "| host µs, fwd | fwd+bwd | predicted ms, fwd | fwd+bwd |\n|" + "---|" * 15
 )
 
 
@@ -77,7 +79,7 @@ def table_line(row: Row) -> str:
     """The row as a line of the table under HEADER."""
     shape = f"| {row.op} | {row.b} | {row.n} | {row.h} | {row.d} | {row.dtype} |"
     if row.fault is not None:
-        return f"{shape} no speed: {row.fault} |" + " |" * 6
+        return f"{shape} no speed: {row.fault} |" + " |" * 8
     cells = [
         _cell(row.fwd_ms, ".3f"),
         _cell(row.both_ms, ".3f"),
@@ -86,6 +88,8 @@ def table_line(row: Row) -> str:
         _cell(row.peak_units, ".2f"),
         _cell(row.fwd_host_us, ".0f"),
         _cell(row.both_host_us, ".0f"),
+        _cell(row.predicted_fwd_ms, ".3f"),
+        _cell(row.predicted_both_ms, ".3f"),
     ]
     return f"{shape} {' | '.join(cells)} |"
 

@@ -94,7 +94,19 @@ def our_row(session: Session, case: Case, precision: Precision) -> Row:
     both = device.measure(
         lambda i: forward_and_backward(sets[i], precision), len(sets), session.repeats
     )
-    return Row.of(op, case, session.bandwidth, fwd, both, peak, shown)
+    row = Row.of(op, case, session.bandwidth, fwd, both, peak, shown)
+    predicted_fwd, predicted_both = predicted(inputs, precision)
+    return replace(row, predicted_fwd_ms=predicted_fwd, predicted_both_ms=predicted_both)
+
+
+def predicted(x: Inputs, precision: Precision) -> tuple[float | None, float | None]:
+    """Milliseconds of the kernels, forward and both ways, where the plans say any."""
+    plans = (
+        la.explain(x.q, x.k, x.v, dout=dout, causal=True, precision=precision)
+        for dout in (None, x.dout)
+    )
+    fwd, bwd = (getattr(plan, "predicted_ms", None) for plan in plans)
+    return fwd, None if fwd is None or bwd is None else fwd + bwd
 
 
 def rival_row(session: Session, case: Case, rival: Rival) -> Row:

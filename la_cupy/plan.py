@@ -46,6 +46,14 @@ class Plan:
         """Memory that the call takes besides its results, while it runs."""
         return sum(prod(b.shape) * dtypes.ITEMSIZE[b.dtype] for b in self.workspace.values())
 
+    @property
+    def predicted_ms(self) -> float | None:
+        """What the launches take on an H200; None where one of them is not predicted."""
+        each = [launch.microseconds for launch in self.launches]
+        known = [x for x in each if x is not None]
+        other = len(known) < len(each) or self.copies or self.reductions
+        return None if other else sum(known) / 1e3
+
     def __str__(self) -> str:
         p = self.problem
         kind = "forward" if p.dout is None else "backward"
@@ -62,6 +70,8 @@ class Plan:
             )
         lines += [f"  sum {r.source} to {r.result} {r.shape}" for r in self.reductions]
         lines.append(f"  workspace {self.workspace_bytes} bytes")
+        if self.predicted_ms is not None:
+            lines.append(f"  predicted {self.predicted_ms:.3f} ms, from what an H200 takes")
         return "\n".join(lines)
 
 

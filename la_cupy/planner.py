@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from math import prod
 
+from . import costs
 from .device import DeviceInfo
 from .kernels import (
     EXPONENTIAL,
@@ -41,16 +42,6 @@ from .records import (
 GRANULE = 64
 """Segments are cut at multiples of this many positions, which every chunk length divides."""
 
-_LAUNCH_COST = 8.0  # microseconds that a further launch takes, ramp and drain included
-_GRANULE_COST = 4.0  # microseconds that a block of `sweep` needs for a granule, about
-_STATE_COST = 1.6  # the same of `accumulate`
-_STREAM_COSTS = {  # of `stream` and `stream_key_value`, by the wider of D and E; measured on an H200
-    "Forward": {64: 1.3, 128: 2.2},
-    "GradQ": {64: 3.3, 128: 4.7},
-    "GradKV": {64: 2.4, 128: 4.6},
-    KEYS: {64: 0.7, 128: 1.2},
-    "Queries": {64: 1.1, 128: 1.5},
-}
 # `stream` multiplies a / b, or a and b, with lengths of rows and counts: 1e30 and 1e5 are in range then.
 _FARTHEST = 1e3
 _ONE_CHUNK = "one chunk does not fill the warps that it has for several"
@@ -151,30 +142,23 @@ class Planner:
 
         def time(count: int) -> float:
             rounds = -(-blocks * count // resident)
-            walk = rounds * -(-granules // count) * cost + 0.5 * rounds
+            walk = rounds * (-(-granules // count) * cost + costs.PART)
             if prepass is None or count == 1:
                 return walk
             share = prepass * granules * blocks / resident
-            return walk + share * (count - 1) / count + 2 * _LAUNCH_COST
+            return walk + share * (count - 1) / count + 2 * costs.LAUNCH
 
         count = min(range(1, most + 1), key=time)
         return -(-granules // count) * GRANULE
-
-    @staticmethod
-    def granule_cost(spec: WalkSpec | StateSpec) -> float:
-        """Microseconds that a block needs for a granule, where all of the GPU is busy."""
-        if isinstance(spec, StreamedSpec):
-            return _STREAM_COSTS[spec.role][max(spec.inner, spec.columns)]
-        return _STATE_COST if isinstance(spec, StateSpec) else _GRANULE_COST
 
     def walk_segment(self, spec: WalkSpec) -> int:
         """Positions in a segment of the walk of `spec`."""
         blocks = self.axes(spec.role).heads * self.splits(spec)
         resident = resident_blocks(spec, self.device)
         length = self.positions(spec.role in _BY_QUERY)[2]
-        prepass = self.granule_cost(self.prepass_spec(spec.role not in _BY_QUERY))
+        prepass = costs.granule(self.prepass_spec(spec.role not in _BY_QUERY))
         segment = self.segment(
-            blocks, resident, length, self.granule_cost(spec), prepass if self.causal else None
+            blocks, resident, length, costs.granule(spec), prepass if self.causal else None
         )
         if segment < length:
             self.reasons.append(
@@ -299,7 +283,7 @@ class Planner:
             self.state_blocks(spec),
             resident_blocks(spec, self.device),
             length,
-            self.granule_cost(spec),
+            costs.granule(spec),
             None,
         )
         total = result if result is not None else self.arrays.slots(f"{name}.total", 1)

@@ -1,13 +1,13 @@
 """From names, strides and sizes to the bytes of a launch's parameters."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from . import dtypes
+from . import costs, dtypes
 from .kernels import (
     KeyValueSpec,
     RelevelSpec,
@@ -96,6 +96,7 @@ class Launch:
     aligned: tuple[tuple[int, str, int], ...]  # offset in the record, buffer, alignment
     maps: tuple[tuple[int, str, TensorMap], ...] = ()  # offset in the record, buffer
     instead: "tuple[Launch, ...]" = ()  # what runs where a map's array is not aligned
+    microseconds: float | None = None  # predicted; see costs.py
 
     @property
     def specs(self) -> tuple[Spec, ...]:
@@ -262,7 +263,9 @@ def stream_launch(problem: Problem, spec: StreamedSpec, walk: Walk, most: int) -
             record.map(name, tensor, *made)
         elif name != "dst" or isinstance(spec, KeyValueSpec):  # `stream` can write row by row
             return None
-    return record.launch(spec, min(walk.grid, most))
+    blocks = min(walk.grid, most)
+    took = costs.walk(spec, walk.grid, walk.course.each, blocks) if blocks else None
+    return replace(record.launch(spec, blocks), microseconds=took)
 
 
 def _shape(problem: Problem, spec: StreamedSpec, name: str) -> tuple[int, int]:
@@ -323,7 +326,10 @@ def scan_launch(
     p["pieces"], p["summed"], p["reversed"] = pieces, summed, is_reversed
     numbers = problem.d * problem.e + problem.d + problem.e + 1
     grid = axes.heads * -(-numbers // SCAN_WIDTH)
-    return record.launch(ScanSpec(problem.state_dtype == "float64"), grid)
+    launch = record.launch(ScanSpec(problem.state_dtype == "float64"), grid)
+    slots = summed + pieces + len(states) - 1
+    moved = axes.heads * numbers * slots * dtypes.ITEMSIZE[problem.state_dtype]
+    return replace(launch, microseconds=costs.scan(moved))
 
 
 def relevel_launch(

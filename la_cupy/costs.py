@@ -1,0 +1,46 @@
+"""What kernels take, in microseconds: what cuts are chosen by, and what a plan predicts.
+
+Fitted to what the README's shapes take on an H200 ("Performance"). On another GPU they are as far
+from the truth as its memory is from an H200's.
+"""
+
+from .kernels import KEYS, QUERIES, StateSpec, StreamedSpec, WalkSpec
+
+LAUNCH = 9.0
+"""Of a kernel, besides its parts: ramp and drain."""
+PART = 0.9
+"""Of a part that a block has, besides its granules: its description, its state."""
+
+_STREAM = {  # a granule of `stream` or `stream_key_value`: (role, causal), the wider of D and E
+    ("Forward", True): {64: 1.25, 128: 2.17},
+    ("Forward", False): {64: 0.7, 128: 1.0},
+    ("GradQ", True): {64: 2.35, 128: 4.42},
+    ("GradQ", False): {64: 1.4, 128: 2.4},
+    ("GradKV", True): {64: 2.35, 128: 4.5},
+    ("GradKV", False): {64: 1.5, 128: 2.6},
+    (KEYS, True): {64: 0.6, 128: 1.42},
+    (QUERIES, True): {64: 0.95, 128: 1.17},
+}
+_SWEEP, _ACCUMULATE = (
+    4.0,
+    1.6,
+)  # about; of all types and widths, so that nothing is predicted by them
+_SCAN, _SCAN_MEGABYTE = 6.0, 0.4
+
+
+def granule(spec: WalkSpec | StateSpec) -> float:
+    """Of a block for a granule, where all of the GPU is busy."""
+    if isinstance(spec, StreamedSpec):
+        return _STREAM[spec.role, spec.causal][max(spec.inner, spec.columns)]
+    return _ACCUMULATE if isinstance(spec, StateSpec) else _SWEEP
+
+
+def walk(spec: StreamedSpec, parts: int, granules: int, blocks: int) -> float:
+    """Of a launch on `blocks` blocks, which share out `parts` parts of `granules` each."""
+    rounds = -(-parts // blocks)
+    return LAUNCH + rounds * (granules * granule(spec) + PART)
+
+
+def scan(moved: int) -> float:
+    """Of a launch of `scan` that reads and writes `moved` bytes."""
+    return _SCAN + moved * 1e-6 * _SCAN_MEGABYTE

@@ -1,0 +1,56 @@
+"""What plans predict, and what was measured."""
+
+from __future__ import annotations
+
+import pytest
+from plans import problems
+from specialisations import A100, H200
+
+from la_cupy.plan import Plan, backward_plan, forward_plan
+
+# Milliseconds of forward and of backward with the normalizer, bfloat16, on an H200: 2026-11-30, commit 58eba02, but of the two with
+# 64 heads or batch entries, whose pre-pass of the backward has had twice the blocks since then.
+MEASURED = {
+    (8, 2048, 16, 128, True): (0.0795, 0.2937),
+    (8, 4096, 16, 128, True): (0.1490, 0.5894),
+    (8, 4096, 16, 128, False): (0.1754, 0.5322),
+    (32, 512, 16, 128, True): (0.0820, 0.3097),
+    (1, 8192, 64, 128, True): (0.2190, 0.7567),
+    (1, 131072, 16, 128, True): (0.9548, 3.0159),
+    (4, 16384, 16, 64, True): (0.2213, 0.8300),
+}
+
+
+@pytest.mark.parametrize("shape", MEASURED, ids=str)
+def test_predictions_are_what_was_measured(shape: tuple[int, int, int, int, bool]) -> None:
+    b, n, h, d, causal = shape
+    forward, backward = problems((b, h), n, None, d, causal=causal)
+    plans = forward_plan(forward, H200), backward_plan(backward, H200, has_normalizer=True)
+    for plan, measured in zip(plans, MEASURED[shape], strict=True):
+        assert plan.predicted_ms == pytest.approx(measured, rel=0.15)
+        assert f"predicted {plan.predicted_ms:.3f} ms" in str(plan)
+
+
+def plan_of(lead: tuple[int, ...], dtype: str = "bfloat16", **options: object) -> Plan:
+    return forward_plan(problems(lead, 4096, None, 128, dtype=dtype, **options)[0], H200)
+
+
+def test_more_work_takes_longer() -> None:
+    times = [plan_of((b, 16)).predicted_ms for b in (8, 16, 32)]
+    assert None not in times and times == sorted(times)
+    assert times[2] / times[0] == pytest.approx(4, rel=0.1)
+
+
+def test_what_is_not_known_is_not_predicted() -> None:
+    """Kernels of other types and GPUs, copies of inputs."""
+    assert plan_of((8, 16)).predicted_ms is not None
+    for plan in (
+        plan_of((8, 16), dtype="float32"),
+        plan_of((8, 16), feature_map="exp"),
+        forward_plan(problems((8, 16), 4096, None, 128)[0], A100),
+    ):
+        assert plan.predicted_ms is None and "predicted" not in str(plan)
+
+
+def test_nothing_takes_no_time() -> None:
+    assert plan_of((0, 16)).predicted_ms == 0
