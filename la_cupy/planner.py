@@ -185,12 +185,18 @@ class Planner:
         origin, shift, length = self.positions(is_reversed)
         pieces = max(1, -(-length // segment))
         fine = 1
-        if total is None and not is_reversed and pieces > 1:
-            spec = self.prepass_spec(False)
+        if total is None and pieces > 1:
+            spec = self.prepass_spec(is_reversed)
             blocks = self.state_blocks(spec) * (pieces - 1)
             room = max(1, resident_blocks(spec, self.device) // max(1, blocks))
             granules = segment // GRANULE
-            fine = max(i for i in range(1, room + 1) if granules % i == 0)
+
+            def fits(count: int) -> bool:
+                """No piece is empty: of a reversed walk the last segment, which may be shorter, is summed."""
+                whole = not is_reversed or -(-length // (segment // count)) == pieces * count
+                return granules % count == 0 and whole
+
+            fine = max(filter(fits, range(1, room + 1)))
         segment, pieces = segment // fine, pieces * fine
         skip = fine if total is None else 0  # pieces left out: the first if reversed, or the last
         begin = segment * skip if is_reversed else 0

@@ -30,6 +30,7 @@ from plans import record, sums
 from specialisations import A100, RTX50
 
 from la_cupy.device import DeviceInfo
+from la_cupy.kernels import WalkSpec
 from la_cupy.plan import Plan
 from la_cupy.problem import backward_problem, forward_problem
 
@@ -168,6 +169,22 @@ def test_sum_of_everything_in_pieces() -> None:
     for plan in backend.plans:
         made = [record(x) for x in plan.launches if sums(x.spec)]
         assert max(int(p["segments"]) for p in made) > 1
+
+
+@pytest.mark.parametrize("dtype,blocks,n", [("float32", 1, 1000), ("bfloat16", 4, 1230)])
+def test_segments_summed_in_pieces(dtype: str, blocks: int, n: int) -> None:
+    """Where there are few segments, in both directions."""
+    shape = (2, n, 16)
+    case = Case("few segments", q=shape, k=shape, v=shape, dtype=dtype, causal=True)
+    backend = Emulation(DeviceInfo("few blocks", 90, blocks, 232448, 233472))
+    check_case(case, backend)
+    walks = {
+        launch.spec.role: record(launch)
+        for launch in backend.plans[-1].launches
+        if isinstance(launch.spec, WalkSpec) and not sums(launch.spec)
+    }
+    assert len(walks) == (2 if dtype == "bfloat16" else 3)
+    assert all(p["segments"] == p["pieces"] == 2 for p in walks.values())
 
 
 @pytest.mark.parametrize("device", [A100, RTX50], ids=lambda device: device.name)

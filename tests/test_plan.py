@@ -40,6 +40,7 @@ from la_cupy.kernels import (
     STREAM,
     WGMMA,
     NoKernelError,
+    ScanSpec,
     StateSpec,
     StreamSpec,
     SweepSpec,
@@ -333,3 +334,23 @@ def test_wgmma_where_there_is_some(device: DeviceInfo, causal: bool) -> None:
     assert arithmetic == queries | (dict.fromkeys(two, "Bf16") if causal else one)
     assert ("share k and v" in reasons) == (causal and device.arch == 90)
     assert set(walks_of(129, 1)[0].values()) == {"Bf16"}
+
+
+# --- states before segments
+
+
+@on_every_device
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_scan_reads_the_sums_that_are_made(dtype: str, device: DeviceInfo) -> None:
+    """Of every length: as many as the pre-pass has pieces, none of them empty."""
+    shorter = 0
+    for n in (*range(900, 3000, 50), 4001, 5000, 9000, 17000):
+        for plan in plans(device, (2,), n, None, 64, dtype=dtype, causal=True, want_state=False):
+            found = [
+                record(x) for x in plan.launches if sums(x.spec) or isinstance(x.spec, ScanSpec)
+            ]
+            for made, scan in zip(found[::2], found[1::2], strict=True):
+                assert made["segments"] == scan["summed"]
+                assert (made["segments"] - 1) * made["chunks_per_segment"] < made["chunks"]
+                shorter += made["chunks"] % made["chunks_per_segment"] != 0
+    assert shorter > 0
