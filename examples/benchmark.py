@@ -105,7 +105,7 @@ def predicted(x: Inputs, precision: Precision) -> tuple[float | None, float | No
         la.explain(x.q, x.k, x.v, dout=dout, causal=True, precision=precision)
         for dout in (None, x.dout)
     )
-    fwd, bwd = (getattr(plan, "predicted_ms", None) for plan in plans)
+    fwd, bwd = (plan.predicted_ms for plan in plans)
     return fwd, None if fwd is None or bwd is None else fwd + bwd
 
 

@@ -292,6 +292,7 @@ class CpuPlan:
 
     problem: Problem
     reason: str
+    predicted_ms: None = None
 
     def __str__(self) -> str:
         p = self.problem
@@ -316,8 +317,9 @@ def explain(
 ) -> Any:
     """The plan that `linear_attention` would run for these arguments, without running it.
 
-    Printing it says which kernels run, on how many blocks, with how much memory, and why.
-    With `dout` it is the plan of `linear_attention_vjp`. Arguments, and errors, are those of
+    Printing it says which kernels run, on how many blocks, with how much memory, and why; on
+    Hopper, where `stream` does all of it, also how long the launches take: `predicted_ms`, else
+    None. With `dout` it is the plan of `linear_attention_vjp` with the normalizer given. Arguments, and errors, are those of
     these two functions.
 
     >>> import numpy as np

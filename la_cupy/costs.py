@@ -21,11 +21,12 @@ _STREAM = {  # a granule of `stream` or `stream_key_value`: (role, causal), the 
     (KEYS, True): {64: 0.6, 128: 1.42},
     (QUERIES, True): {64: 0.95, 128: 1.17},
 }
-_SWEEP, _ACCUMULATE = (
-    4.0,
-    1.6,
-)  # about; of all types and widths, so that nothing is predicted by them
-_SCAN, _SCAN_MEGABYTE = 6.0, 0.4
+# About, for all types and widths: nothing is predicted from these.
+_SWEEP = 4.0
+_ACCUMULATE = 1.6
+# A launch of `scan`, and a megabyte that it reads or writes.
+_SCAN = 6.0
+_SCAN_MEGABYTE = 0.4
 
 
 def granule(spec: WalkSpec | StateSpec) -> float:

@@ -192,9 +192,10 @@ class Planner:
             granules = segment // GRANULE
 
             def fits(count: int) -> bool:
-                """No piece is empty: of a reversed walk the last segment, which may be shorter, is summed."""
-                whole = not is_reversed or -(-length // (segment // count)) == pieces * count
-                return granules % count == 0 and whole
+                """Whole, and none empty: a reversed walk's last segment is summed, and may be shorter."""
+                if granules % count:
+                    return False
+                return not is_reversed or -(-length // (segment // count)) == pieces * count
 
             fine = max(filter(fits, range(1, room + 1)))
         segment, pieces = segment // fine, pieces * fine

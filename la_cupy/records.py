@@ -1,4 +1,4 @@
-"""From names, strides and sizes to the bytes of a launch's parameters."""
+"""From names, strides and sizes to the bytes of a launch's parameters, and what it should take."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

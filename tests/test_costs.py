@@ -8,8 +8,8 @@ from specialisations import A100, H200
 
 from la_cupy.plan import Plan, backward_plan, forward_plan
 
-# Milliseconds of forward and of backward with the normalizer, bfloat16, on an H200: 2026-11-30, commit 58eba02, but of the two with
-# 64 heads or batch entries, whose pre-pass of the backward has had twice the blocks since then.
+# Milliseconds of forward and of backward with the normalizer, bfloat16, on an H200: 2026-11-30, commit 58eba02. With 64 heads or
+# batch entries the pre-pass of the backward had half of its blocks then: 4 and 9 % more than is predicted now.
 MEASURED = {
     (8, 2048, 16, 128, True): (0.0795, 0.2937),
     (8, 4096, 16, 128, True): (0.1490, 0.5894),
@@ -27,7 +27,7 @@ def test_predictions_are_what_was_measured(shape: tuple[int, int, int, int, bool
     forward, backward = problems((b, h), n, None, d, causal=causal)
     plans = forward_plan(forward, H200), backward_plan(backward, H200, has_normalizer=True)
     for plan, measured in zip(plans, MEASURED[shape], strict=True):
-        assert plan.predicted_ms == pytest.approx(measured, rel=0.15)
+        assert plan.predicted_ms == pytest.approx(measured, rel=0.10)
         assert f"predicted {plan.predicted_ms:.3f} ms" in str(plan)
 
 

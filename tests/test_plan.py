@@ -344,8 +344,8 @@ def test_wgmma_where_there_is_some(device: DeviceInfo, causal: bool) -> None:
 def test_scan_reads_the_sums_that_are_made(dtype: str, device: DeviceInfo) -> None:
     """Of every length: as many as the pre-pass has pieces, none of them empty."""
     shorter = 0
-    for n in (*range(900, 3000, 50), 4001, 5000, 9000, 17000):
-        for plan in plans(device, (2,), n, None, 64, dtype=dtype, causal=True, want_state=False):
+    for heads, n, d in product((1, 2), (*range(66, 3000, 64), 4001, 9000, 17000), (16, 64)):
+        for plan in plans(device, (heads,), n, None, d, dtype=dtype, causal=True, want_state=False):
             found = [
                 record(x) for x in plan.launches if sums(x.spec) or isinstance(x.spec, ScanSpec)
             ]

@@ -27,7 +27,7 @@ from lm_run import Schedule, train
 from lm_training import Trainer, make_trainer
 
 VARIANTS = ("linear", "linear:a=0,feature_map=exp,qk_norm=none", "softmax")
-"""The defaults of the operator, the options of it that recall and copy best, and softmax."""
+"""The defaults of the operator, the options of it that copy best, and softmax."""
 
 AROUND = 12.0
 """Seconds that a variant takes besides its steps: compiling validation, a checkpoint, a plot."""
