@@ -116,9 +116,9 @@ LONG_CASES = (
     ),
     Case(
         "segments-N<M",
-        q=(1, 600, 16),
-        k=(1, 900, 16),
-        v=(1, 900, 8),
+        q=(1, 900, 16),
+        k=(1, 1300, 16),
+        v=(1, 1300, 8),
         causal=True,
         dtype="bfloat16",
         dstate="full",
