@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import random
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import combinations, product
 
@@ -150,25 +151,34 @@ def choices(spec: MatrixSpec) -> tuple[tuple[str, object], ...]:
     )
 
 
-def pairwise(specs: Iterable[MatrixSpec]) -> Iterator[MatrixSpec]:
+def pairwise(specs: Iterable[MatrixSpec]) -> list[MatrixSpec]:
     """Few of `specs`, in which every two choices occur together that do so in one of `specs`.
 
     Greedy: for the first pair that is still missing, the spec that brings most missing pairs, of
-    which rare ones count for more.
+    which rare ones count for more. Of some orders of the pairs, the one with which fewest are taken.
     """
     pairs = {spec: frozenset(combinations(choices(spec), 2)) for spec in specs}
     having: dict[object, list[MatrixSpec]] = {}
     for spec, own in pairs.items():
         for pair in sorted(own, key=str):
             having.setdefault(pair, []).append(spec)
-    missing = set(having)
     rarity = {pair: 1_000_000 // len(own) for pair, own in having.items()}
-    # Pairs that few specs have come first: those leave no choice, the others are then often met.
-    for pair in sorted(having, key=lambda pair: (len(having[pair]), str(pair))):
-        if pair in missing:
-            best = max(having[pair], key=lambda spec: sum(rarity[x] for x in pairs[spec] & missing))
-            missing -= pairs[best]
-            yield best
+
+    def attempt(seed: int) -> list[MatrixSpec]:
+        order = sorted(having, key=str)
+        random.Random(seed).shuffle(order)
+        missing, taken = set(having), []
+        # Pairs that few specs have come first: those leave no choice, the others are then often met.
+        for pair in sorted(order, key=lambda pair: len(having[pair])):
+            if pair in missing:
+                best = max(
+                    having[pair], key=lambda spec: sum(rarity[x] for x in pairs[spec] & missing)
+                )
+                missing -= pairs[best]
+                taken.append(best)
+        return taken
+
+    return min(map(attempt, range(20)), key=len)
 
 
 @cache
