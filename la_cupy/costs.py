@@ -36,10 +36,15 @@ def granule(spec: WalkSpec | StateSpec) -> float:
     return _ACCUMULATE if isinstance(spec, StateSpec) else _SWEEP
 
 
+def shared_out(parts: int, granules: int, blocks: int, cost: float) -> float:
+    """Of `blocks` blocks that share out `parts` parts of `granules` each, at `cost` a granule."""
+    rounds = -(-parts // blocks)
+    return rounds * (granules * cost + PART)
+
+
 def walk(spec: StreamedSpec, parts: int, granules: int, blocks: int) -> float:
     """Of a launch on `blocks` blocks, which share out `parts` parts of `granules` each."""
-    rounds = -(-parts // blocks)
-    return LAUNCH + rounds * (granules * granule(spec) + PART)
+    return LAUNCH + shared_out(parts, granules, blocks, granule(spec))
 
 
 def scan(moved: int) -> float:

@@ -141,8 +141,7 @@ class Planner:
         most = min(granules, max(1, 2 * resident // blocks))
 
         def time(count: int) -> float:
-            rounds = -(-blocks * count // resident)
-            walk = rounds * (-(-granules // count) * cost + costs.PART)
+            walk = costs.shared_out(blocks * count, -(-granules // count), resident, cost)
             if prepass is None or count == 1:
                 return walk
             share = prepass * granules * blocks / resident
