@@ -85,7 +85,7 @@ UNSEEN = {
     ): "the suppliers have waited for it",
     Step("kv_state.cuh", "wgmma_commit()"): "the next group takes its products in",
     Step("kv_state.cuh", "wgmma_fence()", 1): "that of the products before is enough",
-    Step("supply.cuh", "sync()"): "no thread gives way between reading a row and writing it",
+    Step("supply.cuh", "sync()", 1): "no thread gives way between reading a row and writing it",
 }
 """Steps that the hardware needs, or may need, and why the emulation cannot see that they are missing."""
 

@@ -57,8 +57,8 @@ template <> struct Range<double> {
 enum Outside { kZero, kAny, kShifted };
 
 // `Threads` threads from `First` on share the rows of a chunk, and treat up to four of each at a time. `Streamed`: they hold no others,
-// see chunk/streamed.cuh.
-template <class Arith, int Width, int Chunk, int Threads, int First = 0, bool Streamed = false>
+// see chunk/streamed.cuh. `Groups`: so many of such threads stand one behind the other, and take turns with chunks.
+template <class Arith, int Width, int Chunk, int Threads, int First = 0, bool Streamed = false, int Groups = 1>
 struct Rows {
   using Acc = typename Arith::Acc;
   static constexpr int kPacket = 16 / sizeof(typename Arith::Elem);
@@ -104,7 +104,7 @@ struct Rows {
 
   Word4 raw[kHeld][kPerLane];
 
-  static LA_DEVICE u32 id() { return static_cast<u32>(thread()) - First; }
+  static LA_DEVICE u32 id() { return Groups == 1 ? static_cast<u32>(thread()) - First : (static_cast<u32>(thread()) - First) % Threads; }
   static LA_DEVICE int row(int pass) { return static_cast<int>(id() / kLanes) + pass * kAtOnce; }
   static LA_DEVICE int packet(int i) {
     const int turn = kQuads ? static_cast<int>(id() / kLanes & 1) : 0;

@@ -26,10 +26,11 @@ struct StreamConfig {
 
   // A state warpgroup owns 64 columns; one warpgroup makes the weights, one (of Keys two) transforms the rows, and one has the
   // courier, the sender, and in GradQ those that find the mean of v.
-  static constexpr int kStateWarps = Columns / 16, kScoreWarps = kHasRows ? 4 : 0, kSupplyWarps = kHasRows ? 4 : 8;
+  static constexpr int kStateWarps = Columns / 16, kScoreWarps = kHasRows ? 4 : 0;
+  static constexpr int kSupplyGroups = kHasRows ? 1 : 2, kSupplyWarps = 4 * kSupplyGroups;  // groups take turns with chunks
   static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps;
   static constexpr int kSender = kCourier + 1, kFirstCentre = kCourier + 2, kCentreWarps = kGradQ ? Inner / 64 : 0, kLengthWarps = 0;
-  static constexpr int kThreads = 32 * (kCourier + 4), kSupplyThreads = 32 * kSupplyWarps;
+  static constexpr int kThreads = 32 * (kCourier + 4), kSupplyThreads = 128;  // of a group
   // Warpgroups share the registers of the multiprocessor out anew. (A narrow state has enough of them; but where warps part for
   // other reasons, the compiler has products wait for each other. In GradQ the courier's warpgroup takes all that are left: Centre has
   // many rows on their way at once.)
@@ -69,7 +70,7 @@ struct StreamConfig {
   static constexpr int kOnesBytes = kGradQ && Causal ? 64 * 128 : 0;  // where y <= x, see StateWork
   static constexpr int kFactorLines = kGradQ ? 4 : 2, kPairs = 2;  // of weights
   // kFactors, kColumnParts, and in GradQ kCentres, kDots, kRowFactors
-  static constexpr int kNumbers = 2 * kFactorLines * kChunk + (Causal && !kGradQ ? 2 * kSupplyWarps * Inner : 0) +
+  static constexpr int kNumbers = 2 * kFactorLines * kChunk + (Causal && !kGradQ ? 8 * Inner : 0) +
                                   (kGradQ ? 6 * Inner + kStateWarps * kChunk + 4 * kChunk : 0);
   static constexpr int kPieces = 16, kPieceBytes = 224;                 // see Pipe::piece
   static constexpr int kBarriers = 48;
@@ -84,9 +85,9 @@ struct StreamConfig {
   static constexpr int kOnes = kWeights + 2 * kWeightsBytes;
   static constexpr int kStage = kOnes + kOnesBytes;
   static constexpr int kFactors = kStage + kStageBytes;                            // [2][kFactorLines][kChunk], see Pipe::factors
-  static constexpr int kColumnParts = kFactors + 8 * kFactorLines * kChunk;        // [2][kSupplyWarps][Inner]
+  static constexpr int kColumnParts = kFactors + 8 * kFactorLines * kChunk;        // [2 / kSupplyGroups][kSupplyWarps][Inner]
   static constexpr int kLevel = kFactors, kFlags = kLevel + 4 * Columns;           // [Columns], [kSupplyWarps]: Keys makes no factors
-  static constexpr int kCentres = kColumnParts + (Causal && !kGradQ ? 8 * kSupplyWarps * Inner : 0);  // [6][Inner]
+  static constexpr int kCentres = kColumnParts + (Causal && !kGradQ ? 32 * Inner : 0);  // [6][Inner]
   static constexpr int kDots = kCentres + (kGradQ ? 24 * Inner : 0);               // [kStateWarps][kChunk]
   static constexpr int kRowFactors = kDots + (kGradQ ? 4 * kStateWarps * kChunk : 0);  // [kChunk] of 4
   static constexpr int kDescriptions = kFactors + 4 * kNumbers;

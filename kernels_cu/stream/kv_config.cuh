@@ -35,10 +35,11 @@ struct KeyValueConfig {
   static_assert(kHasRows || kCausal, "there must be rows or sources");
   static constexpr bool kInPlace = kHasRows, kHasStage = false;  // dk takes the place of k, dv that of v
 
-  static constexpr int kStateWarps = Width / 16, kScoreWarps = kOwnRows ? 4 : 0, kSupplyWarps = kHasRows ? 4 : 8;
+  static constexpr int kStateWarps = Width / 16, kScoreWarps = kOwnRows ? 4 : 0;
+  static constexpr int kSupplyGroups = kHasRows ? 1 : 2, kSupplyWarps = 4 * kSupplyGroups;  // groups take turns with chunks
   static constexpr int kFirstScore = kStateWarps, kFirstSupply = kFirstScore + kScoreWarps, kCourier = kFirstSupply + kSupplyWarps;
   static constexpr int kSender = kCourier + 1, kFirstLength = kCourier + 2, kLengthWarps = kHasRows ? 2 : 0, kCentreWarps = 0;
-  static constexpr int kThreads = 32 * (kCourier + 4), kSupplyThreads = 32 * kSupplyWarps;
+  static constexpr int kThreads = 32 * (kCourier + 4), kSupplyThreads = 128;  // of a group
   static constexpr bool kCrowded = kThreads == 640;
   static constexpr int kLaunchRegisters = kCrowded ? 96 : kThreads == 512 ? 128 : 168, kStateRegisters = kHasRows ? 168 : 136;
   static constexpr int kScoreRegisters = kCrowded ? 64 : 120, kSupplyRegisters = kHasRows ? (kCrowded ? 40 : 120) : kCrowded ? 88 : 144;

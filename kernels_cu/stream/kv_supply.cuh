@@ -11,7 +11,8 @@ struct KeyValueSupply {
   using Pipe = KeyValuePipe<Config>;
   using Chunk = typename Pipe::Chunk;
   using Piece = typename Pipe::Piece;
-  using R = Rows<typename Config::Arith, Config::kInner, Config::kChunk, Config::kSupplyThreads, 32 * Config::kFirstSupply>;
+  using R = Rows<typename Config::Arith, Config::kInner, Config::kChunk, Config::kSupplyThreads, 32 * Config::kFirstSupply, false,
+                 Config::kSupplyGroups>;
 
   const Params& p;
   PartLevel<Config> level;
@@ -26,20 +27,26 @@ struct KeyValueSupply {
     Chunk now;
 #pragma unroll 1
     while (now.exists(parts)) {
-      Pipe::wait(Pipe::kFull, now.slot);
+      const bool own = Pipe::supplies(now);
+      if (own) Pipe::wait(Pipe::kFull, now.slot);
+      if (!Config::kHasRows && now.begins()) Pipe::sync_suppliers();  // the part is described, for all of them
       const Piece& piece = Pipe::piece(now.ordinal);
       if constexpr (Config::kHasRows) {
         if (now.begins()) level.find(p, piece);
       }
-      if constexpr (Config::kCausal) put_sources(now, piece);
-      if constexpr (Config::kOwnRows) Pipe::wait(Pipe::kRowsFull, now.rows);
-      if constexpr (Config::kHasRows) level.take_off(Pipe::v(now.rows.at), piece.rows_at(now.step));
-      fence_async();
-      sync_warp();
-      Pipe::arrive(Pipe::kReady, now.slot);
+      if (own) put(now, piece);
       if (!Config::kHasRows && now.step + 1 == piece.chunks) finish(piece, now.ordinal);
       now.next(piece.chunks);
     }
+  }
+
+  LA_DEVICE void put(const Chunk& now, const Piece& piece) {
+    if constexpr (Config::kCausal) put_sources(now, piece);
+    if constexpr (Config::kOwnRows) Pipe::wait(Pipe::kRowsFull, now.rows);
+    if constexpr (Config::kHasRows) level.take_off(Pipe::v(now.rows.at), piece.rows_at(now.step));
+    fence_async();
+    sync_warp();
+    Pipe::arrive(Pipe::kReady, now.slot);
   }
 
   LA_DEVICE void put_sources(const Chunk& now, const Piece& piece) {
@@ -119,7 +126,7 @@ struct KeyValueSupply {
     for (int mask = 4; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
     float* const said = Pipe::numbers(Config::kFlags) + ordinal % 2 * Config::kSupplyWarps;
     if (lane_id() == 0) said[warp_id() - Config::kFirstSupply] = sum;
-    sync_named(1, Config::kSupplyThreads);
+    Pipe::sync_suppliers();
     sum = 0;
     if (id() != 0) return;
     float whole = 0;

@@ -8,20 +8,20 @@ namespace la {
 template <class Config>
 struct PartLevel {
   using Pipe = la::Pipe<Config>;
-  using R = Rows<typename Config::Arith, Config::kColumns, Config::kChunk, Config::kSupplyThreads, 32 * Config::kFirstSupply>;
+  using R = Rows<typename Config::Arith, Config::kColumns, Config::kChunk, Config::kSupplyThreads, 32 * Config::kFirstSupply, false,
+                 Config::kSupplyGroups>;
   static_assert(Config::kColumns <= Config::kSupplyThreads, "a thread has a column");
 
   bool any = false;  // whether a column has another than 0
 
   static LA_DEVICE float* columns() { return Pipe::numbers(Config::kLevel); }
-  static LA_DEVICE void sync() { sync_named(1, Config::kSupplyThreads); }
 
   // When a part begins.
   LA_DEVICE void find(const Params& p, const typename Pipe::Piece& piece) {
     if (!p.levelled) return;
     const i32 id = thread() - 32 * Config::kFirstSupply, column = piece.column0 + id;
     float own = 0;
-    sync();  // others still take off the level of the part before
+    Pipe::sync_suppliers();  // others still take off the level of the part before
     if (id < Config::kColumns) {
       if (column < p.e) own = la::level<float>(p.v, piece.head, p.m, column);
       columns()[id] = own;
@@ -29,7 +29,7 @@ struct PartLevel {
     float* const said = Pipe::numbers(Config::kFlags);
     const bool of_warp = warp_any(own != 0.f);
     if (lane_id() == 0) said[warp_id() - Config::kFirstSupply] = of_warp ? 1.f : 0.f;
-    sync();
+    Pipe::sync_suppliers();
     any = false;
 #pragma unroll
     for (int i = 0; i < Config::kSupplyWarps; ++i) any = any || said[i] != 0.f;

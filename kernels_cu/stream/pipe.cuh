@@ -110,7 +110,7 @@ struct Pipe {
   static LA_DEVICE void init_barriers() {
     for (int i = 0; i < kSlots; ++i) {
       mbarrier_init(barrier(kFull + i), 1);
-      init_for_warps(barrier(kReady + i), Config::kSupplyWarps + Config::kCentreWarps);
+      init_for_warps(barrier(kReady + i), Config::kSupplyWarps / Config::kSupplyGroups + Config::kCentreWarps);
       init_for_warps(barrier(kFree + i), kReaders);
     }
     if (!Config::kHasRows) return;
@@ -166,6 +166,13 @@ struct Pipe {
   static LA_DEVICE void arrive(First which, Ring<Count> ring) {
     if (kArrivalsOfWarp > 1 || lane_id() == 0) mbarrier_arrive(barrier(which + ring.at));
   }
+
+  // Suppliers: whether this one's group has the chunk, so that all parts are shared in the same way.
+  static LA_DEVICE bool supplies(const Chunk& now) {
+    constexpr int kGroups = Config::kSupplyGroups;
+    return kGroups == 1 || now.step % kGroups == (warp_id() - Config::kFirstSupply) / 4;
+  }
+  static LA_DEVICE void sync_suppliers() { sync_named(1, 32 * Config::kSupplyWarps); }
 
   static LA_DEVICE StatePlace start(const Params& p, const Part<Config>& part) {
     return StatePlace::find<float>(p.start, part.head, p, part.first_slot(p));

@@ -12,8 +12,21 @@ struct Supply {
   using Chunk = typename Pipe::Chunk;
   using Piece = typename Pipe::Piece;
   static constexpr int kFirst = 32 * Config::kFirstSupply;
-  using InnerRows = Rows<typename Config::Arith, Config::kInner, Config::kChunk, Config::kSupplyThreads, kFirst>;
+  using InnerRows = Rows<typename Config::Arith, Config::kInner, Config::kChunk, Config::kSupplyThreads, kFirst, false, Config::kSupplyGroups>;
   using ColumnRows = Rows<typename Config::Arith, Config::kColumns, Config::kChunk, Config::kSupplyThreads, kFirst>;
+
+  // A lane's share of the sums of columns, see transform.
+  template <class R>
+  struct Sums {
+    float x[R::kPerLane / 2][8];
+    LA_DEVICE void add(const Sums& other) {
+#pragma unroll
+      for (int pair = 0; pair < R::kPerLane / 2; ++pair) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[pair][j] += other.x[pair][j];
+      }
+    }
+  };
 
   const Params& p;
   u32 parts;
@@ -24,17 +37,50 @@ struct Supply {
 
   static LA_DEVICE i32 id() { return thread() - kFirst; }
   static LA_DEVICE int warp() { return warp_id() - Config::kFirstSupply; }
-  static LA_DEVICE void sync() { sync_named(1, Config::kSupplyThreads); }
+  static LA_DEVICE void sync() { Pipe::sync_suppliers(); }
 
   LA_DEVICE void run() {
     Chunk now;
+    Sums<InnerRows> of_part;
 #pragma unroll 1
     while (now.exists(parts)) {
-      Pipe::wait(Pipe::kFull, now.slot);
+      const bool own = Pipe::supplies(now);
+      if (own) Pipe::wait(Pipe::kFull, now.slot);
+      if (!Config::kHasRows && now.begins()) sync();  // the part is described, for all of them
       const Piece& piece = Pipe::piece(now.ordinal);
-      put(now, piece);
+      if constexpr (Config::kHasRows) {
+        put(now, piece);
+      } else {
+        if (now.begins()) begin(piece, of_part);
+        if (own) put_keys(now, piece, of_part);
+        if (now.step + 1 == piece.chunks) {
+          add_sums(of_part, Pipe::column_parts(0));
+          finish(piece);
+        }
+      }
       now.next(piece.chunks);
     }
+  }
+
+  // Keys: sums stay with the threads until the part ends.
+  LA_DEVICE void begin(const Piece& piece, Sums<InnerRows>& of_part) {
+    sum = 0;
+    of_part = {};
+    level.find(p, piece);
+  }
+  LA_DEVICE void put_keys(const Chunk& now, const Piece& piece, Sums<InnerRows>& of_part) const {
+    const i32 slot = now.slot.at;
+    Sums<InnerRows> sums;
+    transform(Pipe::tile_b(slot), sums);
+    level.take_off(Pipe::tile_c(slot), piece.sources_at(now.step));
+    hand_over(now);
+    of_part.add(sums);
+  }
+
+  static LA_DEVICE void hand_over(const Chunk& now) {
+    fence_async();
+    sync_warp();
+    Pipe::arrive(Pipe::kReady, now.slot);
   }
 
   LA_DEVICE void put(const Chunk& now, const Piece& piece) {
@@ -44,21 +90,15 @@ struct Supply {
       if constexpr (Config::kCausal) transform<ColumnRows>(Pipe::tile_c(slot));
     } else {
       if (now.begins()) begin(piece);
-      if constexpr (Config::kHasRows) put_lines(Config::kCausal ? Pipe::tile_b(slot) : Pipe::tile_a(now.rows.at), sum);
-      if constexpr (Config::kHasRows && !Config::kPlainRows) transform<InnerRows>(Pipe::tile_a(slot));
+      put_lines(Config::kCausal ? Pipe::tile_b(slot) : Pipe::tile_a(now.rows.at), sum);
+      if constexpr (!Config::kPlainRows) transform<InnerRows>(Pipe::tile_a(slot));
       if constexpr (Config::kCausal) transform(Pipe::tile_b(slot), sums);
-      if constexpr (!Config::kHasRows) {
-        if (now.begins()) level.find(p, piece);
-        level.take_off(Pipe::tile_c(slot), piece.sources_at(now.step));
-      }
     }
-    if (Config::kHasRows && !Config::kGradQ && p.b_float == 0.f) {
+    if (!Config::kGradQ && p.b_float == 0.f) {
       sync();
       clear(Pipe::tile_a(slot));
     }
-    fence_async();
-    sync_warp();
-    Pipe::arrive(Pipe::kReady, now.slot);
+    hand_over(now);
     if constexpr (Config::kCausal && !Config::kGradQ) {
       add_sums(sums, Pipe::column_parts(now.pair.at));
       if (now.step + 1 == piece.chunks) finish(piece);
@@ -96,7 +136,6 @@ struct Supply {
   // Of a row's packets, a lane has its number i at i ^ 1 in every second row (Rows::packet): so sums over rows begin with an exchange
   // of packets that lie side by side, and these are transformed together. They are taken twice: to keep all of them there are too
   // few registers.
-  template <class R> struct Sums { float x[R::kPerLane / 2][8]; };
 
   template <class Tile>
   LA_DEVICE void transform(const Tile& tile, Sums<InnerRows>& sums) const {
