@@ -92,7 +92,9 @@ SCAN_PARAMS = np.dtype(
     align=True,
 )
 SCAN_WIDTH = 256
-"""Numbers of the state that one block of `scan` treats; kScanWidth in scan.cu."""
+"""Threads of a block of `scan`; kScanWidth in scan.cu."""
+SCAN_NUMBERS = 4
+"""Numbers of kv that each of them has; kScanNumbers in scan.cu."""
 
 RELEVEL_PARAMS = np.dtype(
     [(name, STATE_PARTS) for name in ("from", "to")]

@@ -27,6 +27,7 @@ from .params import (
     PHASES,
     RELEVEL_PARAMS,
     RELEVEL_ROWS,
+    SCAN_NUMBERS,
     SCAN_PARAMS,
     SCAN_WIDTH,
     STATE_FIELDS,
@@ -324,10 +325,10 @@ def scan_launch(
     _by_state_head(record, problem, axes, states, v)
     p = record.values[0]
     p["pieces"], p["summed"], p["reversed"] = pieces, summed, is_reversed
-    numbers = problem.d * problem.e + problem.d + problem.e + 1
-    grid = axes.heads * -(-numbers // SCAN_WIDTH)
+    kv = problem.d * problem.e
+    grid = axes.heads * (-(-kv // (SCAN_WIDTH * SCAN_NUMBERS)) + 1)
     launch = record.launch(ScanSpec(problem.state_dtype == "float64"), grid)
-    slots = summed + pieces + len(states) - 1
+    numbers, slots = kv + problem.d + problem.e + 1, summed + pieces + len(states) - 1
     moved = axes.heads * numbers * slots * dtypes.ITEMSIZE[problem.state_dtype]
     return replace(launch, microseconds=costs.scan(moved))
 

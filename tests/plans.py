@@ -31,6 +31,7 @@ from la_cupy.params import (
     PARAMS,
     RELEVEL_PARAMS,
     RELEVEL_ROWS,
+    SCAN_NUMBERS,
     SCAN_PARAMS,
     SCAN_WIDTH,
     STREAM_PARAMS,
@@ -167,8 +168,9 @@ def assert_runnable(plan: Plan) -> None:
         walks = isinstance(spec, KernelSpec)
         heads = prod(p["size"][: p["outer"] if walks else p["rank"]].tolist())
         if isinstance(spec, ScanSpec):
-            numbers = int(p["d"]) * int(p["e"]) + int(p["d"]) + int(p["e"]) + 1
-            assert launch.grid == heads * -(-numbers // SCAN_WIDTH)
+            of_block = SCAN_WIDTH * SCAN_NUMBERS
+            blocks, of_kv = launch.grid / heads - 1, int(p["d"]) * int(p["e"])
+            assert (blocks - 1) * of_block < of_kv <= blocks * of_block
         elif isinstance(spec, RelevelSpec):
             assert spec.threads == 32 * RELEVEL_ROWS
             assert launch.grid == heads * -(-(int(p["d"]) + 1) // RELEVEL_ROWS)

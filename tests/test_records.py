@@ -19,6 +19,7 @@ from la_cupy.params import (
     PARAMS,
     RELEVEL_PARAMS,
     RELEVEL_ROWS,
+    SCAN_NUMBERS,
     SCAN_PARAMS,
     SCAN_WIDTH,
     STREAM_PARAMS,
@@ -128,6 +129,7 @@ def test_records_as_the_kernels_have_them() -> None:
     lines = [
         f"static_assert(la::kMaxRank == {MAX_RANK} && la::kScanWidth == {SCAN_WIDTH});",
         f"static_assert(la::kScanWidth == {ScanSpec(False).threads});",
+        f"static_assert(la::kScanNumbers == {SCAN_NUMBERS});",
         f"static_assert(la::kRelevelRows == {RELEVEL_ROWS});",
         f"static_assert(32 * la::kRelevelRows == {RelevelSpec(False).threads});",
     ]

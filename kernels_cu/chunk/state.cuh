@@ -9,8 +9,8 @@ namespace la {
 struct StatePlace {
   u64 kv, k_sum, v_sum, count;  // addresses
 
-  template <class Acc>
-  static LA_DEVICE StatePlace find(const StateParts& s, const Head& head, const Params& p, i64 slot) {
+  template <class Acc, class Sized>
+  static LA_DEVICE StatePlace find(const StateParts& s, const Head& head, const Sized& p, i64 slot) {
     const i64 d = p.d, e = p.e;
     const auto at = [](u64 base, i64 index) { return base + static_cast<u64>(index * static_cast<i64>(sizeof(Acc))); };
     return {at(s.kv, head.offset(s.kv_lead) + slot * d * e), at(s.k_sum, head.offset(s.k_sum_lead) + slot * d),
