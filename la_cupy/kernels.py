@@ -196,7 +196,7 @@ class StreamSpec(_RoleWarpsSpec):
     def _behind(self) -> int:
         """Bytes of shared memory behind the slots."""
         gradient, workers = self.role == "GradQ", self.workers
-        weights = self.causal * (2 * 72 * 128 + gradient * 64 * 128)
+        weights = self.causal * ((2 if self.has_rows else 1) * 72 * 128 + gradient * 64 * 128)
         stage = (self.has_rows and not gradient) * self._tile(self.columns)
         numbers = (8 if gradient else 4) * 64
         numbers += (self.causal and not gradient) * 8 * self.inner
@@ -278,7 +278,7 @@ class KeyValueSpec(_RoleWarpsSpec):
         tiles += self.has_scores * (2 * rows * tile + 2 * 72 * 128)
         tiles += self.inner * self.inner * 2 if self.has_rows else 2 * slots * 8 * 128
         numbers = (2 * slots + 3 * rows) * 64 + self.inner + (self.workers + 1) * 64
-        numbers += 2 * self.suppliers
+        numbers += self.suppliers
         return tiles + 4 * numbers + 16 * 240 + 8 * 48
 
 

@@ -14,8 +14,8 @@ struct Load {
   using Acc = typename Config::Acc;
   using Turn = typename Block<Config>::Turn;
   static constexpr int kColumnWidth = Role::kKeyFeatures ? Config::kColumns : Config::kRow;
-  // Of wide rows in float64 a lane has no registers for all that it brings, not even of one array.
-  static constexpr bool kStreamed = !Config::kPrefetch && larger(Config::kInner, Config::kRow) > 128;
+  // Of wide rows in float64 a lane has no registers for all that it brings where it masks, not even of one array.
+  static constexpr bool kStreamed = !Config::kPrefetch && Config::kCausal && larger(Config::kInner, Config::kRow) > 128;
   template <int Width>
   using LoadedRows = typename WaitingRows<kStreamed>::template Type<Arith, Width, Config::kChunk, Config::kLoaderThreads,
                                                                     Config::kWorkerThreads>;

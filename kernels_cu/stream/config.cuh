@@ -66,6 +66,7 @@ struct StreamConfig {
   static constexpr int kRowsLoaded = 128 * ((kHasRows ? Inner : 0) + (kGradQ ? Columns : 0));  // bytes of a chunk's rows
   static constexpr int kSourcesLoaded = Causal ? 128 * (Inner + Columns) : 0;
   static constexpr int kWeightsBytes = Causal ? WeightsTile::bytes(kRows) : 0;
+  static constexpr int kWeightsTiles = kHasRows ? 2 : 1;  // Keys needs the ones behind them
   static constexpr int kStageBytes = kHasStage ? ColumnTile::bytes(kChunk) : 0;
   static constexpr int kOnesBytes = kGradQ && Causal ? 64 * 128 : 0;  // where y <= x, see StateWork
   static constexpr int kFactorLines = kGradQ ? 4 : 2, kPairs = 2;  // of weights
@@ -75,14 +76,14 @@ struct StreamConfig {
   static constexpr int kPieces = 16, kPieceBytes = 224;                 // see Pipe::piece
   static constexpr int kBarriers = 48;
   static constexpr int kBehind =
-      2 * kWeightsBytes + kStageBytes + kOnesBytes + 4 * kNumbers + kPieces * kPieceBytes + 8 * kBarriers;
+      kWeightsTiles * kWeightsBytes + kStageBytes + kOnesBytes + 4 * kNumbers + kPieces * kPieceBytes + 8 * kBarriers;
   static constexpr int kRoom = 232448 - kBehind;  // of the shared memory of a block
   static constexpr int kRowSlots_ = smaller(3, kRoom / (kRowBytes + kSources));
   static constexpr int kSlots = smaller(6, kOwnRows ? (kRoom - kRowSlots_ * kRowBytes) / kSources : kRoom / kSlot);
   static constexpr int kRowSlots = kOwnRows ? kRowSlots_ : kSlots;
   static constexpr int kOwnRowsAt = kSlots * kSlot;
   static constexpr int kWeights = kOwnRowsAt + (kOwnRows ? kRowSlots * kRowBytes : 0);
-  static constexpr int kOnes = kWeights + 2 * kWeightsBytes;
+  static constexpr int kOnes = kWeights + kWeightsTiles * kWeightsBytes;
   static constexpr int kStage = kOnes + kOnesBytes;
   static constexpr int kFactors = kStage + kStageBytes;                            // [2][kFactorLines][kChunk], see Pipe::factors
   static constexpr int kColumnParts = kFactors + 8 * kFactorLines * kChunk;        // [2 / kSupplyGroups][kSupplyWarps][Inner]

@@ -73,8 +73,8 @@ struct KeyValueConfig {
   static constexpr int kLevel = kOffset + 4 * kSlots * kChunk;                 // [Width]
   static constexpr int kDots = kLevel + 4 * Width;                             // [kStateWarps][kChunk]
   static constexpr int kAlong = kDots + 4 * kStateWarps * kChunk;              // [kChunk]
-  static constexpr int kFlags = kAlong + 4 * kChunk;                           // [2][kSupplyWarps]
-  static constexpr int kDescriptions = kFlags + 8 * kSupplyWarps;
+  static constexpr int kFlags = kAlong + 4 * kChunk;                           // [kSupplyWarps]
+  static constexpr int kDescriptions = kFlags + 4 * kSupplyWarps;
   static constexpr int kBarrier = kDescriptions + kPieces * kPieceBytes;
   static constexpr int kSharedBytes = kBarrier + 8 * kBarriers;
   static_assert(kSharedBytes <= 232448, "shared memory of a block");

@@ -35,7 +35,7 @@ struct KeyValueSupply {
         if (now.begins()) level.find(p, piece);
       }
       if (own) put(now, piece);
-      if (!Config::kHasRows && now.step + 1 == piece.chunks) finish(piece, now.ordinal);
+      if (!Config::kHasRows && now.step + 1 == piece.chunks) finish(piece);
       now.next(piece.chunks);
     }
   }
@@ -120,11 +120,11 @@ struct KeyValueSupply {
     }
   }
 
-  // The count's gradient. Flags take turns: what is read here is written again behind another barrier.
-  LA_DEVICE void finish(const Piece& piece, i32 ordinal) {
+  // The count's gradient. The flags are written again behind another barrier, of the next part.
+  LA_DEVICE void finish(const Piece& piece) {
 #pragma unroll
     for (int mask = 4; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
-    float* const said = Pipe::numbers(Config::kFlags) + ordinal % 2 * Config::kSupplyWarps;
+    float* const said = Pipe::numbers(Config::kFlags);
     if (lane_id() == 0) said[warp_id() - Config::kFirstSupply] = sum;
     Pipe::sync_suppliers();
     sum = 0;

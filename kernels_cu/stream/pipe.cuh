@@ -2,7 +2,7 @@
 // there are several, and is waited for in turn.
 //
 //   full      a slot has the rows of a chunk                          courier -> suppliers, centre (or KeyLength)
-//   ready     the same, transformed, and the sums before it           suppliers, centre -> scores, state
+//   ready     the same, transformed, and the sums before it           suppliers (a group), centre -> scores, state
 //   free      a slot is no longer read                                scores, state, centre (or the sender) -> courier
 //   made      weights of a chunk, and what its rows are made with     scores -> state
 //   used      the same are no longer read                             state -> scores
@@ -40,6 +40,7 @@ struct Pipe {
     kMeasured = kRowsFree + kRowSlots, kEnd = kMeasured + kRowSlots
   };
   static_assert(kEnd <= Config::kBarriers, "barriers must have room");
+  static_assert(kSlots % Config::kSupplyGroups == 0, "of a slot, a part's rounds must be one group's: a parity tells of the last one only");
   static constexpr bool kSlotSent = Config::kInPlace && !Config::kOwnRows;  // the sender gives a slot back
   static constexpr int kReaders =
       (kSlotSent ? 1 : Config::kStateWarps) + Config::kScoreWarps + (Config::kCausal ? Config::kCentreWarps : 0);  // of a slot
@@ -136,7 +137,7 @@ struct Pipe {
       if constexpr (Config::kCausal) fill<Config::kInner>(tile_b(slot), 0);
     }
     if constexpr (Config::kCausal) {
-      for (int i = 0; i < 2; ++i) fill<64>(weights(i), 0x3f803f80);
+      for (int i = 0; i < Config::kWeightsTiles; ++i) fill<64>(weights(i), 0x3f803f80);
     }
     if constexpr (Config::kOnesBytes > 0) {
       for (int i = thread(); i < 64 * 64; i += Config::kThreads) {
@@ -197,7 +198,7 @@ struct Pipe {
   static LA_DEVICE typename Config::ColumnTile tile_x(i32 i) { return {rows(i) + Config::kX}; }
   static LA_DEVICE typename Config::InnerTile tile_b(i32 slot) { return {shared() + slot * Config::kSlot + Config::kB}; }
   static LA_DEVICE typename Config::ColumnTile tile_c(i32 slot) { return {shared() + slot * Config::kSlot + Config::kC}; }
-  // Shares of a chunk's sums of B's columns, a line for each warp of the suppliers.
+  // Shares of a chunk's (Keys: a part's) sums of B's columns, a line for each warp of the suppliers.
   static LA_DEVICE float* column_parts(i32 i) {
     return reinterpret_cast<float*>(shared() + Config::kColumnParts) + i * Config::kSupplyWarps * Config::kInner;
   }

@@ -1,5 +1,5 @@
 // The suppliers: they put rows, where they lie, through norm and feature map, and sum the columns of k; in Keys, v less its
-// level. In GradQ they have k only, and stream/centre.cuh has v.
+// level, by two groups that take turns with chunks. In GradQ they have k only, and stream/centre.cuh has v.
 #pragma once
 #include "stream/level.cuh"
 
@@ -30,7 +30,7 @@ struct Supply {
 
   const Params& p;
   u32 parts;
-  float sum;  // of column id() of B before the chunk
+  float sum;  // of column id() of B before the chunk; Keys: of the part, at its end
   PartLevel<Config> level;
 
   LA_DEVICE explicit Supply(const Params& params) : p(params), parts(Pipe::parts(params)), sum(0) {}
