@@ -277,7 +277,7 @@ class KeyValueSpec(_RoleWarpsSpec):
         tiles = 2 * slots * tile
         tiles += self.has_scores * (2 * rows * tile + 2 * 72 * 128)
         tiles += self.inner * self.inner * 2 if self.has_rows else 2 * slots * 8 * 128
-        numbers = (2 * slots + 3 * rows) * 64 + self.inner + (self.workers + 1) * 64
+        numbers = (2 * slots + 3 * rows) * 64 + self.inner // 2 + (self.workers + 1) * 64
         numbers += self.suppliers
         return tiles + 4 * numbers + 16 * 240 + 8 * 48
 

@@ -482,8 +482,8 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {  # a role, a file, what is ther
     "the level stays on v in keys": (
         "GradKV",
         "level.cuh",
-        r"if \(any\) R",
-        "if (false) R",
+        r"if \(!any\) return",
+        "return",
     ),
     "the level stays on v where nothing is masked": (
         "GradKV",
@@ -518,7 +518,7 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {  # a role, a file, what is ther
     "counts of all parts": ("Queries", "kv_supply.cuh", r"sum = 0;", ""),
     "counts without a": ("Queries", "kv_supply.cuh", r"-p.a_float \* whole", "-whole"),
     "sums of another segment": ("Queries", "pipe.cuh", r"0 : part.segment", "0 : 0"),
-    "the level stays on v in sums": ("Keys", "level.cuh", r"if \(any\) R", "if (false) R"),
+    "the level stays on v in sums": ("Keys", "level.cuh", r"if \(!any\) return", "return"),
 }
 
 WATCHED = (

@@ -26,6 +26,13 @@ LA_DEVICE u32 pack_f16(float low, float high) {
 LA_DEVICE float bf16_low(u32 w) { return as_float(w << 16); }
 LA_DEVICE float bf16_high(u32 w) { return as_float(w & 0xffff0000u); }
 
+// x - y of both halves, rounded once.
+LA_DEVICE u32 sub_bf16(u32 x, u32 y) {
+  u32 r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(y), "r"(0xbf80bf80u), "r"(x));
+  return r;
+}
+
 LA_DEVICE float f16_to_float(u16 h) {
   float r;
   asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(h));

@@ -113,6 +113,7 @@ struct Centre {
   // Rows that do not exist stay zeros. It is the rounded rows that add() sums: those are in the products, and in what Keys sums.
   template <class Tile>
   LA_DEVICE void take_level_off(const Tile& v, Span span) {
+    const u32 of_row = pack_bf16(level[0], level[1]);
 #pragma unroll 1
     for (int row = 0; row < Config::kChunk; row += 4) {
       u32 x[4];
@@ -122,7 +123,7 @@ struct Centre {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (!span.holds(row + i)) continue;
-        *word(v, row + i) = pack_bf16(bf16_low(x[i]) - level[0], bf16_high(x[i]) - level[1]);
+        *word(v, row + i) = sub_bf16(x[i], of_row);
       }
     }
   }

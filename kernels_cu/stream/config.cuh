@@ -87,7 +87,7 @@ struct StreamConfig {
   static constexpr int kStage = kOnes + kOnesBytes;
   static constexpr int kFactors = kStage + kStageBytes;                            // [2][kFactorLines][kChunk], see Pipe::factors
   static constexpr int kColumnParts = kFactors + 8 * kFactorLines * kChunk;        // [2 / kSupplyGroups][kSupplyWarps][Inner]
-  static constexpr int kLevel = kFactors, kFlags = kLevel + 4 * Columns;           // [Columns], [kSupplyWarps]: Keys makes no factors
+  static constexpr int kLevel = kFactors, kFlags = kLevel + 2 * Columns;           // [Columns], [kSupplyWarps]: Keys makes no factors
   static constexpr int kCentres = kColumnParts + (Causal && !kGradQ ? 32 * Inner : 0);  // [6][Inner]
   static constexpr int kDots = kCentres + (kGradQ ? 24 * Inner : 0);               // [kStateWarps][kChunk]
   static constexpr int kRowFactors = kDots + (kGradQ ? 4 * kStateWarps * kChunk : 0);  // [kChunk] of 4

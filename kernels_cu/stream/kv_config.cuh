@@ -71,7 +71,7 @@ struct KeyValueConfig {
   static constexpr int kDelta = kFactors + 4 * kRowSlots * kFactorLines * kChunk;  // [kSlots][kChunk]
   static constexpr int kOffset = kDelta + 4 * kSlots * kChunk;                 // [kSlots][kChunk]
   static constexpr int kLevel = kOffset + 4 * kSlots * kChunk;                 // [Width]
-  static constexpr int kDots = kLevel + 4 * Width;                             // [kStateWarps][kChunk]
+  static constexpr int kDots = kLevel + 2 * Width;                             // [kStateWarps][kChunk]
   static constexpr int kAlong = kDots + 4 * kStateWarps * kChunk;              // [kChunk]
   static constexpr int kFlags = kAlong + 4 * kChunk;                           // [kSupplyWarps]
   static constexpr int kDescriptions = kFlags + 4 * kSupplyWarps;

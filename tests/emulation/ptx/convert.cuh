@@ -46,6 +46,11 @@ inline u32 pack_f16(float low, float high) {
 LA_EMULATION_INLINE float bf16_low(u32 w) { return as_float(w << 16); }
 LA_EMULATION_INLINE float bf16_high(u32 w) { return as_float(w & 0xffff0000u); }
 
+// A difference of two is exact as a float, unless it is rounded to one of them anyway.
+inline u32 sub_bf16(u32 x, u32 y) {
+  return pack_bf16(bf16_low(x) - bf16_low(y), bf16_high(x) - bf16_high(y));
+}
+
 inline float f16_to_float(u16 h) { return static_cast<float>(emulation::same_bits<_Float16>(h)); }
 inline float f16_low(u32 w) { return f16_to_float(static_cast<u16>(w)); }
 inline float f16_high(u32 w) { return f16_to_float(static_cast<u16>(w >> 16)); }
