@@ -56,9 +56,9 @@ struct StreamConfig {
 
   // A slot has A, B and C. In GradQ rows have slots of their own, with A and X, where the result comes to lie; there is room for
   // fewer of these.
-  static constexpr bool kOwnRows = kGradQ && Causal;
+  static constexpr bool kOwnRows = kGradQ && Causal, kInSources = false;
   static constexpr int kSources = Causal ? InnerTile::bytes(kRows) + ColumnTile::bytes(kChunk) : 0;
-  static constexpr int kX = kHasRows ? InnerTile::bytes(kRows) : 0;
+  static constexpr int kX = kHasRows ? InnerTile::bytes(kRows) : 0, kResult = kX;
   static constexpr int kRowBytes = kX + (kGradQ ? ColumnTile::bytes(kChunk) : 0);
   static constexpr int kB = kOwnRows ? 0 : kRowBytes;
   static constexpr int kC = kB + (Causal ? InnerTile::bytes(kRows) : 0);

@@ -33,7 +33,8 @@ struct KeyValueConfig {
   static constexpr bool kCausal = Causal, kGrouped = false, kGradQ = false, kKeyValue = true;
   static constexpr bool kHasRows = kSame<Role, GradKV>, kOwnRows = kHasRows && Causal;
   static_assert(kHasRows || kCausal, "there must be rows or sources");
-  static constexpr bool kInPlace = kHasRows, kHasStage = false;  // dk takes the place of k, dv that of v
+  // dk takes the place of k, dv that of v; or of q and g, where there is room for few rows: these need not wait then until it is sent.
+  static constexpr bool kInPlace = kHasRows, kHasStage = false, kInSources = kOwnRows && Width == 128;
 
   static constexpr int kStateWarps = Width / 16, kScoreWarps = kOwnRows ? 4 : 0;
   static constexpr int kSupplyGroups = kHasRows ? 1 : 2, kSupplyWarps = 4 * kSupplyGroups;  // groups take turns with chunks
@@ -56,7 +57,7 @@ struct KeyValueConfig {
   using LinesTile = typename Arith::template Tile<64, 8>;             // of Queries, the same lines, two tiles for each slot
   using CopyTile = typename Arith::template Tile<Width, Width>;       // R^T, lines of E
 
-  static constexpr int kTile = InnerTile::bytes(kChunk), kSlot = 2 * kTile, kRowBytes = kOwnRows ? 2 * kTile : 0, kX = kTile;
+  static constexpr int kTile = InnerTile::bytes(kChunk), kSlot = 2 * kTile, kRowBytes = kOwnRows ? 2 * kTile : 0, kX = kTile, kResult = 0;
   static constexpr int kRowsLoaded = kHasRows ? 2 * kTile : 0, kSourcesLoaded = Causal ? 2 * kTile : 0;
   static constexpr int kSlots = Width == 64 || !kHasRows ? 6 : Causal ? 3 : 5;
   static constexpr int kRowSlots = !kHasRows ? 1 : !Causal ? kSlots : Width == 128 ? 2 : 4;

@@ -20,6 +20,7 @@ struct KeyValuePipe : Pipe<Config> {
   static LA_DEVICE Tile v(i32 i) { return {Base::rows(i) + Config::kTile}; }
   static LA_DEVICE Tile q(i32 slot) { return {Base::shared() + slot * Config::kSlot}; }
   static LA_DEVICE Tile g(i32 slot) { return {Base::shared() + slot * Config::kSlot + Config::kTile}; }
+  static LA_DEVICE Tile second_result(const typename Base::Chunk& now) { return {Base::result(now).base + Config::kTile}; }
   static LA_DEVICE typename Config::WeightsTile weights() { return {Base::shared() + Config::kWeights}; }
   static LA_DEVICE typename Config::WeightsTile key_weights() { return {Base::shared() + Config::kWeights + Config::kWeightsTile}; }
   // Queries: what g and q of a slot are summed with.

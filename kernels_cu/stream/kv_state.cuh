@@ -98,11 +98,12 @@ struct KeyValueState {
     Pipe::arrive(Pipe::kUsed, now.pair);
     find_dots(dk, k, row);
     add(sum_q, of_q);
-    put_values(values, v);
+    if constexpr (Config::kInSources) wgmma_wait<0>();  // which reads what is written over
+    put_values(values, now);
     wgmma_wait<0>();
     wgmma_pin(s);
-    Pipe::arrive(Pipe::kFree, now.slot);
-    put_keys(dk, k, now);
+    if constexpr (!Config::kInSources) Pipe::arrive(Pipe::kFree, now.slot);
+    put_keys(dk, now);
   }
 
   // Where nothing is masked.
@@ -129,8 +130,8 @@ struct KeyValueState {
     wgmma_wait<0>();
     wgmma_pin(dk);
     find_dots(dk, k, row);
-    put_values(values, v);
-    put_keys(dk, k, now);
+    put_values(values, now);
+    put_keys(dk, now);
   }
 
   LA_DEVICE void add(const Chunk& now) {
@@ -240,21 +241,20 @@ struct KeyValueState {
     }
   }
 
-  template <class Tile>
-  LA_DEVICE void put_values(const u32 (&values)[Config::kChunk / 16][4], const Tile& v) const {
-    sync_all();  // neither k nor v is read by a product any more
+  LA_DEVICE void put_values(const u32 (&values)[Config::kChunk / 16][4], const Chunk& now) const {
+    sync_all();  // no product reads what is written over any more
     if (thread() < Config::kChunk) find_along(thread());
 #pragma unroll
-    for (int m = 0; m < Config::kChunk / 16; ++m) stmatrix_x4_trans(P::near_block(v, m), values[m]);
+    for (int m = 0; m < Config::kChunk / 16; ++m) stmatrix_x4_trans(P::near_block(Pipe::second_result(now), m), values[m]);
   }
 
-  template <class Tile>
-  LA_DEVICE void put_keys(float (&dk)[32], const Tile& k, const Chunk& now) const {
+  LA_DEVICE void put_keys(float (&dk)[32], const Chunk& now) const {
     sync_all();
-    finish_keys(dk, k, now.rows.at);
+    finish_keys(dk, now);
     fence_async();
     sync_warp();
-    Pipe::arrive(Pipe::kDone, now.rows);
+    Pipe::arrive(Pipe::kDone, now.result());
+    if constexpr (Config::kInSources) Pipe::arrive(Pipe::kRowsFree, now.rows);
   }
 
   LA_DEVICE void find_along(int row) const {
@@ -264,17 +264,18 @@ struct KeyValueState {
     Pipe::along()[row] = p.unit_norm ? dot : 0.f;
   }
 
-  // dk from dk~, in the place of k. All that is read comes before what is written: the compiler keeps their order.
-  template <class Tile>
-  LA_DEVICE void finish_keys(float (&dk)[32], const Tile& k, i32 slot) const {
+  // dk from dk~. All that is read comes before what is written: the compiler keeps their order.
+  LA_DEVICE void finish_keys(float (&dk)[32], const Chunk& now) const {
     constexpr int kAtOnce = Config::kChunk / 32;
+    const i32 rows = now.rows.at;
+    const auto k = Pipe::k(rows);
 #pragma unroll
     for (int m0 = 0; m0 < Config::kChunk / 16; m0 += kAtOnce) {
       float x[kAtOnce][4][2], inverse[kAtOnce][4], along[kAtOnce][4];
 #pragma unroll
       for (int m = 0; m < kAtOnce; ++m) {
         P::read(x[m], k, m0 + m);
-        read_numbers(inverse[m], Pipe::factors(slot, 1), m0 + m);
+        read_numbers(inverse[m], Pipe::factors(rows, 1), m0 + m);
         read_numbers(along[m], Pipe::along(), m0 + m);
       }
 #pragma unroll
@@ -290,7 +291,7 @@ struct KeyValueState {
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) r[i] = pack_bf16(dk[P::place(m0 + m, i / 2 * 2, i % 2)], dk[P::place(m0 + m, i / 2 * 2 + 1, i % 2)]);
-        stmatrix_x4_trans(P::near_block(k, m0 + m), r);
+        stmatrix_x4_trans(P::near_block(Pipe::result(now), m0 + m), r);
       }
     }
   }

@@ -8,10 +8,11 @@
 //   used      the same are no longer read                             state -> scores
 //   staged    the result of a chunk                                   state -> sender
 //   sent      the same may be written over                            sender -> state
-//   done      the result has taken the place of rows                  state -> sender
+//   done      the result has taken the place of what it was made of   state -> sender
 //   measured  |k| of each row (stream_key_value)                      KeyLength -> scores (or the state)
 //
-// Where rows have slots of their own (StreamConfig::kOwnRows), they are full and free by themselves, and sent before they are free.
+// Where rows have slots of their own (StreamConfig::kOwnRows), they are full and free by themselves. Those whose place the result takes
+// are sent before they are free: rows, or sources (KeyValueConfig::kInSources).
 // stream_key_value has no scores where nothing is masked.
 // Courier and suppliers are what is often called the producer, the sender the store or epilogue warp.
 #pragma once
@@ -36,12 +37,14 @@ struct Pipe {
   static constexpr int kSlots = Config::kSlots, kRowSlots = Config::kRowSlots;
   enum First {
     kFull = 0, kReady = kSlots, kFree = 2 * kSlots, kMade = 3 * kSlots, kUsed = kMade + 2,
-    kStaged = kUsed + 2, kSent = kStaged + 1, kDone = kSent + 1, kRowsFull = kDone + kRowSlots, kRowsFree = kRowsFull + kRowSlots,
+    kStaged = kUsed + 2, kSent = kStaged + 1, kDone = kSent + 1, kRowsFull = kDone + kSlots, kRowsFree = kRowsFull + kRowSlots,
     kMeasured = kRowsFree + kRowSlots, kEnd = kMeasured + kRowSlots
   };
   static_assert(kEnd <= Config::kBarriers, "barriers must have room");
   static_assert(kSlots % Config::kSupplyGroups == 0, "of a slot, a part's rounds must be one group's: a parity tells of the last one only");
-  static constexpr bool kSlotSent = Config::kInPlace && !Config::kOwnRows;  // the sender gives a slot back
+  static constexpr bool kSlotSent = Config::kInPlace && (!Config::kOwnRows || Config::kInSources);  // the sender gives a slot back
+  static constexpr bool kRowsSent = Config::kInPlace && !kSlotSent;                                 // or rows
+  static_assert(kRowSlots <= kSlots, "there is a barrier for each result");
   static constexpr int kReaders =
       (kSlotSent ? 1 : Config::kStateWarps) + Config::kScoreWarps + (Config::kCausal ? Config::kCentreWarps : 0);  // of a slot
 
@@ -77,6 +80,11 @@ struct Pipe {
     Ring<1> stage;
     LA_DEVICE bool exists(u32 parts) const { return part < parts; }
     LA_DEVICE bool begins() const { return step == 0; }
+    // In place of what the result comes to lie.
+    LA_DEVICE auto result() const {
+      if constexpr (kSlotSent) return slot;
+      else return rows;
+    }
     // Whether a new part begins.
     LA_DEVICE bool next(i32 chunks) {
       slot.next();
@@ -113,13 +121,13 @@ struct Pipe {
       mbarrier_init(barrier(kFull + i), 1);
       init_for_warps(barrier(kReady + i), Config::kSupplyWarps / Config::kSupplyGroups + Config::kCentreWarps);
       init_for_warps(barrier(kFree + i), kReaders);
+      init_for_warps(barrier(kDone + i), Config::kStateWarps);
     }
     if (!Config::kHasRows) return;
     for (int i = 0; i < kRowSlots; ++i) {
-      init_for_warps(barrier(kDone + i), Config::kStateWarps);
       mbarrier_init(barrier(kRowsFull + i), 1);
       if (Config::kLengthWarps > 0) init_for_warps(barrier(kMeasured + i), Config::kLengthWarps);
-      init_for_warps(barrier(kRowsFree + i), 1 + Config::kScoreWarps);
+      init_for_warps(barrier(kRowsFree + i), (kRowsSent ? 1 : Config::kStateWarps) + Config::kScoreWarps);
     }
     for (int i = 0; Config::kScoreWarps > 0 && i < Config::kPairs; ++i) {
       init_for_warps(barrier(kMade + i), Config::kScoreWarps);
@@ -203,7 +211,9 @@ struct Pipe {
     return reinterpret_cast<float*>(shared() + Config::kColumnParts) + i * Config::kSupplyWarps * Config::kInner;
   }
   static LA_DEVICE typename Config::WeightsTile weights(i32 i) { return {shared() + Config::kWeights + i * Config::kWeightsBytes}; }
-  static LA_DEVICE typename Config::ColumnTile result(i32 i) { return {rows(i) + (Config::kKeyValue ? 0 : Config::kX)}; }
+  static LA_DEVICE typename Config::ColumnTile result(const Chunk& now) {
+    return {(kSlotSent ? shared() + now.slot.at * Config::kSlot : rows(now.rows.at)) + Config::kResult};
+  }
   static LA_DEVICE typename Config::ColumnTile stage() { return {shared() + Config::kStage}; }
   // Of each row, a line for each number. Forward: by which the result is multiplied, and with which the sum of C so far is added to
   // it. GradQ: den, s, 1 / |q|, A . c (stream/score.cuh). stream_key_value: see KeyLength::put.

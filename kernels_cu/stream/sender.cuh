@@ -22,18 +22,14 @@ struct Sender {
         send<Pipe::kDst>(piece, piece.rows_at(now.step), Pipe::stage());
       }
       if constexpr (Config::kInPlace) {
-        Pipe::wait(Pipe::kDone, now.rows);
-        send<Pipe::kDst>(piece, piece.rows_at(now.step), Pipe::result(now.rows.at));
-        if constexpr (Config::kKeyValue) send<Pipe::kSecond>(piece, piece.rows_at(now.step), KeyValuePipe<Config>::v(now.rows.at));
+        Pipe::wait(Pipe::kDone, now.result());
+        send<Pipe::kDst>(piece, piece.rows_at(now.step), Pipe::result(now));
+        if constexpr (Config::kKeyValue) send<Pipe::kSecond>(piece, piece.rows_at(now.step), KeyValuePipe<Config>::second_result(now));
       }
       if (lane_id() == 0) tma_wait_read();
       sync_warp();
       if constexpr (Config::kHasStage) Pipe::arrive(Pipe::kSent, now.stage);
-      if constexpr (Config::kOwnRows) {
-        Pipe::arrive(Pipe::kRowsFree, now.rows);
-      } else if constexpr (Config::kInPlace) {
-        Pipe::arrive(Pipe::kFree, now.slot);
-      }
+      if constexpr (Config::kInPlace) Pipe::arrive(Pipe::kSlotSent ? Pipe::kFree : Pipe::kRowsFree, now.result());
       now.next(piece.chunks);
     }
   }

@@ -102,7 +102,7 @@ struct StateWork {
       fence_async();
       sync_warp();
       Pipe::arrive(Pipe::kUsed, now.pair);
-      Pipe::arrive(Pipe::kDone, now.rows);
+      Pipe::arrive(Pipe::kDone, now.result());
     } else {
       Pipe::wait_round_before(Pipe::kSent, now.stage);
       stage(result, before, pair);
