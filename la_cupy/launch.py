@@ -11,6 +11,7 @@ from typing import Any
 
 import cupy
 import numpy as np
+from cupy.cuda.function import CNumpyArray
 
 from . import dtypes
 from .arrays import Cache
@@ -20,7 +21,7 @@ from .layouts import state_part_fits, summed_axes
 from .params import STATE_FIELDS
 from .plan import Plan, backward_plan, forward_plan
 from .problem import Layout, Problem
-from .records import Launch, fill, suited
+from .records import Launch, Parameters, suited
 from .results import STATE_RANKS, Array, Gradients, State
 
 Buffers = dict[str, Any]
@@ -30,24 +31,45 @@ class Ready:
     """A launch with its kernel loaded: addresses are all that a call adds."""
 
     def __init__(self, launch: Launch, device: int) -> None:
-        self.function = kernel(launch.spec, device)
+        with cupy.cuda.Device(device):
+            self.function = kernel(launch.spec, device).kernel  # else looked up in every call
         self.grid, self.block = (launch.grid,), (launch.spec.threads,)
         self.shared = launch.spec.shared_bytes
-        self.launch, self.dtype = launch, np.dtype((np.void, len(launch.record)))
-        self.device = device
+        self.launch, self.device = launch, device
+        self._spare: list[_Arguments] = []
 
     def __call__(self, addresses: Mapping[str, int], stream: Any) -> None:
-        if suited(self.launch, addresses)[0] is not self.launch:
+        if self.launch.maps and suited(self.launch, addresses)[0] is not self.launch:
             for ready in self.instead:
                 ready(addresses, stream)
             return
-        arguments = (np.frombuffer(fill(self.launch, addresses), self.dtype),)
-        self.function(self.grid, self.block, arguments, shared_mem=self.shared, stream=stream)
+        try:
+            arguments = self._spare.pop()
+        except IndexError:
+            arguments = _Arguments(self.launch)
+        arguments.parameters.fill(addresses)
+        self.function(
+            self.grid, self.block, arguments.values, shared_mem=self.shared, stream=stream
+        )
+        self._spare.append(arguments)
 
     @cached_property
     def instead(self) -> "tuple[Ready, ...]":
         """What runs where arrays are not aligned, loaded when it first does."""
         return tuple(Ready(launch, self.device) for launch in self.launch.instead)
+
+
+class _Arguments:
+    """A kernel's one argument, for one call at a time.
+
+    The driver copies it before a launch returns, but lets other threads run meanwhile: each
+    that is in a launch has its own.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self.parameters = Parameters(launch)
+        record = np.frombuffer(self.parameters.bytes, np.dtype((np.void, len(launch.record))))
+        self.values = (CNumpyArray(record),)  # which CuPy would make of it at every launch
 
 
 @dataclass(frozen=True)

@@ -368,19 +368,42 @@ def suited(launch: Launch, addresses: Mapping[str, int]) -> tuple[Launch, ...]:
     return (launch,)
 
 
+class Parameters:
+    """The parameters of a launch in memory, of which a call changes the addresses only."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.bytes = bytearray(launch.record)
+        view = memoryview(self.bytes)
+        self._words, self._flags = view.cast("Q"), view.cast("i")
+        self._pointers = [(offset >> 3, name, shift) for offset, name, shift in launch.pointers]
+        self._aligned = [(offset >> 2, name, size) for offset, name, size in launch.aligned]
+        self._maps = launch.maps
+        self._mapped = [-1] * len(launch.maps)  # the address that each map here was made for
+
+    def fill(
+        self,
+        addresses: Mapping[str, int],
+        encode: Callable[[TensorMap, int], bytes] = encode,
+    ) -> None:
+        """Put the buffers' addresses, and all that follows from them, in their places."""
+        words, flags = self._words, self._flags
+        for at, name, shift in self._pointers:
+            words[at] = addresses[name] + shift
+        for at, name, size in self._aligned:
+            flags[at] = addresses[name] % size == 0
+        for i, (offset, name, tensor_map) in enumerate(self._maps):
+            address = addresses[name]
+            if self._mapped[i] != address:  # making a map takes longer than all the rest
+                self.bytes[offset : offset + MAP_BYTES] = encode(tensor_map, address)
+                self._mapped[i] = address
+
+
 def fill(
     launch: Launch,
     addresses: Mapping[str, int],
     encode: Callable[[TensorMap, int], bytes] = encode,
 ) -> bytearray:
     """The parameters of one launch, with the buffers' addresses in their places."""
-    filled = bytearray(launch.record)
-    words = memoryview(filled).cast("Q")
-    for offset, name, shift in launch.pointers:
-        words[offset >> 3] = addresses[name] + shift
-    flags = memoryview(filled).cast("i")
-    for offset, name, size in launch.aligned:
-        flags[offset >> 2] = addresses[name] % size == 0
-    for offset, name, tensor_map in launch.maps:
-        filled[offset : offset + MAP_BYTES] = encode(tensor_map, addresses[name])
-    return filled
+    parameters = Parameters(launch)
+    parameters.fill(addresses, encode)
+    return parameters.bytes

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
 from emulation import runner
+from emulation.backend import emulated_map
 from plans import array, assert_runnable
 from specialisations import A100, ARITHMETICS, B200, H200, KERNELS, L40, specialisations
 
@@ -26,7 +28,7 @@ from la_cupy.params import (
 )
 from la_cupy.plan import forward_plan
 from la_cupy.problem import forward_problem
-from la_cupy.records import Axes, merge
+from la_cupy.records import Axes, Parameters, fill, merge
 
 # --- leading axes
 
@@ -145,3 +147,31 @@ def test_records_as_the_kernels_have_them() -> None:
     for field, offset in places.items():
         lines.append(f"static_assert(offsetof(la::StreamParams, {field}) == {offset});")
     runner.build(["la::scan<float>"], ["scan.cu", "relevel.cu", "sweep.cu"], lines)
+
+
+# --- addresses
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_parameters_filled_again_are_as_new(dtype: str) -> None:
+    """Nothing of a call stays behind for the next; maps that are there already are not made anew."""
+    x = array(2, 3, 200, 64, dtype=dtype)
+    plan = forward_plan(forward_problem(x, x, x, causal=True), H200, True)
+    assert any(launch.maps for launch in plan.launches) == (dtype == "bfloat16")
+    made = []
+
+    def encode(*arguments: Any) -> bytes:
+        made.append(arguments)
+        return emulated_map(*arguments)
+
+    rng = np.random.default_rng(0)
+    for launch in plan.launches:
+        parameters = Parameters(launch)
+        names = {name for _, name, _ in launch.pointers}
+        for unit in (128, 128, 16) if not launch.maps else (128, 128):
+            addresses = {name: unit * int(rng.integers(1 << 30)) for name in names}
+            for new in (len(launch.maps), 0):
+                made.clear()
+                parameters.fill(addresses, encode)
+                assert parameters.bytes == fill(launch, addresses, emulated_map)
+                assert len(made) == new
