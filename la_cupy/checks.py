@@ -171,8 +171,9 @@ def state_parts(name: str, state: Any) -> State:
             f"{name} is a {_type(state)}{size}, but must be a State or a tuple of four arrays: "
             f"write la_cupy.State(kv, k_sum, v_sum, count)"
         )
-    for field, part in zip(State._fields, state, strict=True):
+    for i, part in enumerate(state):
         if part is None:
+            field = State._fields[i]
             raise TypeError(f"{name}.{field} is None, but all four parts are needed: pass zeros")
     return state if isinstance(state, State) else State(*state)
 
