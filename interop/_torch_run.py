@@ -15,10 +15,10 @@ from torch import Tensor
 
 from la_cupy import cpu, dtypes
 from la_cupy.arrays import Cache
-from la_cupy.layouts import state_part_fits, summed_axes
+from la_cupy.layouts import misfits, summed_axes
 from la_cupy.params import STATE_FIELDS
 from la_cupy.problem import GPU_WIDTH_LIMIT, Options, Problem, backward_problem, forward_problem
-from la_cupy.results import STATE_RANKS, State
+from la_cupy.results import State
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in dtypes.NAMES}
 _NUMPY_DTYPES = {dtype: dtypes.numpy_dtype(name) for name, dtype in TORCH_DTYPES.items()}
@@ -313,7 +313,7 @@ class _Kernels:
             for name, b in (plan.outputs | plan.workspace).items()
         ]
         self.sums = TORCH_DTYPES[plan.problem.state_dtype]
-        self.misfits = _misfits(plan.problem)
+        self.misfits = misfits(plan.problem)
 
     def __call__(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         device = self.device
@@ -328,17 +328,6 @@ class _Kernels:
         for r in self.reductions:
             buffers[r.result] = sum_to(buffers[r.source], r.shape, TORCH_DTYPES[r.dtype])
         return buffers
-
-
-def _misfits(problem: Problem) -> list[str]:
-    """Parts of states that the kernels cannot read as they are; these are small."""
-    given = {"initial_state": problem.initial_state, "dstate": problem.dstate}
-    return [
-        f"{name}.{part}"
-        for name, layouts in given.items()
-        for part, layout, core in zip(STATE_FIELDS, layouts or (), STATE_RANKS, strict=False)
-        if not state_part_fits(layout, core, problem.state_dtype)
-    ]
 
 
 def sum_to(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

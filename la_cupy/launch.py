@@ -7,6 +7,8 @@ which is ordered by stream, and may go back to it as soon as the launches are qu
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
+from math import prod
 from typing import Any
 
 import cupy
@@ -17,12 +19,12 @@ from . import dtypes
 from .arrays import Cache
 from .compile import kernel, load_all
 from .device import device_info
-from .layouts import state_part_fits, summed_axes
+from .layouts import misfits, summed_axes
 from .params import STATE_FIELDS
 from .plan import Plan, backward_plan, forward_plan
 from .problem import Layout, Problem
 from .records import Launch, Parameters, suited
-from .results import STATE_RANKS, Array, Gradients, State
+from .results import Array, Gradients, State
 
 Buffers = dict[str, Any]
 
@@ -72,30 +74,51 @@ class _Arguments:
         self.values = (CNumpyArray(record),)  # which CuPy would make of it at every launch
 
 
+Make = tuple[str, tuple[int, ...], np.dtype]
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A plan with its kernels loaded on one device."""
 
     plan: Plan
     launches: tuple[Ready, ...]
-    makes: tuple[tuple[str, tuple[int, ...], np.dtype], ...]  # outputs and workspaces
-    fits: dict[str, tuple[bool, ...]]  # see _fits
+    makes: tuple[Make, ...]  # outputs and workspaces that have memory of their own
+    shares: tuple[tuple[Make, int], ...]  # outputs in one allocation, and where in it they begin
+    shared_bytes: int
+    misfits: tuple[str, ...]
 
     @classmethod
     def of(cls, plan: Plan, device: int) -> "Prepared":
-        made = (plan.outputs | plan.workspace).items()
-        makes = tuple((name, b.shape, dtypes.numpy_dtype(b.dtype)) for name, b in made)
         load_all((launch.spec for launch in plan.launches), device)
-        launches = tuple(Ready(launch, device) for launch in plan.launches)
-        return cls(plan, launches, makes, _fits(plan.problem))
+        made = (plan.outputs | plan.workspace).items()
+        makes = [(name, b.shape, dtypes.numpy_dtype(b.dtype)) for name, b in made]
+        small = [make for make in makes if make[0] in _SMALL_PARTS]
+        sizes = (-(-prod(shape) * dtype.itemsize // _ALIGNED) for _, shape, dtype in small)
+        *begins, end = (_ALIGNED * n for n in accumulate(sizes, initial=0))
+        return cls(
+            plan,
+            launches=tuple(Ready(launch, device) for launch in plan.launches),
+            makes=tuple(make for make in makes if make not in small),
+            shares=tuple(zip(small, begins, strict=True)),
+            shared_bytes=end,
+            misfits=tuple(misfits(plan.problem)),
+        )
 
     def run(self, buffers: Buffers) -> None:
         """Carry the plan out; results and workspaces join the inputs in `buffers`."""
         for name in self.plan.copies:
             buffers[name] = cupy.ascontiguousarray(buffers[name])
+        for name in self.misfits:
+            dtype = dtypes.numpy_dtype(self.plan.problem.state_dtype)
+            buffers[name] = cupy.ascontiguousarray(buffers[name].astype(dtype, copy=False))
         for name, shape, dtype in self.makes:
-            buffers[name] = cupy.empty(shape, dtype)
-        self.launch({name: x.data.ptr for name, x in buffers.items() if x is not None})
+            buffers[name] = cupy.ndarray(shape, dtype)
+        if self.shares:
+            memory = cupy.cuda.alloc(self.shared_bytes)  # which takes longer than an array does
+            for (name, shape, dtype), begin in self.shares:
+                buffers[name] = cupy.ndarray(shape, dtype, memory + begin)
+        self.launch({name: x.data.ptr for name, x in buffers.items()})
         for r in self.plan.reductions:
             buffers[r.result] = sum_to(buffers[r.source], r.shape, dtypes.numpy_dtype(r.dtype))
 
@@ -159,32 +182,23 @@ def _prepare(key: Any, make: Callable[[Any], Plan], device: int) -> Prepared:
     return found
 
 
-def _add_state(buffers: Buffers, name: str, state: State | None, prepared: Prepared) -> None:
-    """A state's parts, converted where the kernels cannot read them as they are; they are small."""
-    if state is None:
-        return
-    for part, array, fits in zip(STATE_FIELDS, state, prepared.fits[name], strict=True):
-        if not fits:
-            dtype = dtypes.numpy_dtype(prepared.plan.problem.state_dtype)
-            array = cupy.ascontiguousarray(array.astype(dtype, copy=False))
-        buffers[f"{name}.{part}"] = array
+_PARTS = {
+    name: tuple(f"{name}.{part}" for part in STATE_FIELDS)
+    for name in ("initial_state", "dstate", "state", "dinitial_state")
+}
+_SMALL_PARTS = {*_PARTS["state"][1:], *_PARTS["dinitial_state"][1:]}
+"""All but kv, which live as long as each other: as their State does."""
+_ALIGNED = 512
+"""CuPy's pool aligns what it gives out to so many bytes."""
 
 
-def _fits(problem: Problem) -> dict[str, tuple[bool, ...]]:
-    """For each state that was given, which of its parts the kernels can read in place."""
-    given = {"initial_state": problem.initial_state, "dstate": problem.dstate}
-    return {
-        name: tuple(
-            state_part_fits(layout, inner, problem.state_dtype)
-            for layout, inner in zip(layouts, STATE_RANKS, strict=True)
-        )
-        for name, layouts in given.items()
-        if layouts is not None
-    }
+def _add_state(buffers: Buffers, name: str, state: State | None) -> None:
+    if state is not None:
+        buffers.update(zip(_PARTS[name], state, strict=True))
 
 
 def _state_of(name: str, buffers: Buffers) -> State:
-    return State(*(buffers[f"{name}.{part}"] for part in STATE_FIELDS))
+    return State(*map(buffers.__getitem__, _PARTS[name]))
 
 
 def forward(
@@ -204,8 +218,10 @@ def forward(
             strides = tuple(s // out.itemsize for s in out.strides)
             layout = Layout(problem.dtype, out.shape, strides)
         prepared = prepare_forward(problem, device.id, want_state, layout)
-        buffers = {"q": q, "k": k, "v": v, "out": out}
-        _add_state(buffers, "initial_state", initial_state, prepared)
+        buffers = {"q": q, "k": k, "v": v}
+        if out is not None:
+            buffers["out"] = out
+        _add_state(buffers, "initial_state", initial_state)
         prepared.run(buffers)
         result = buffers["out"]
         if out is not None and result is not out:  # its last axis is not contiguous
@@ -231,8 +247,8 @@ def vjp(
         if normalizer is not None:
             dtype = dtypes.numpy_dtype(problem.state_dtype)
             buffers["den"] = cupy.ascontiguousarray(normalizer.astype(dtype, copy=False))
-        _add_state(buffers, "initial_state", initial_state, prepared)
-        _add_state(buffers, "dstate", dstate, prepared)
+        _add_state(buffers, "initial_state", initial_state)
+        _add_state(buffers, "dstate", dstate)
         prepared.run(buffers)
         state = None if initial_state is None else _state_of("dinitial_state", buffers)
         return Gradients(buffers["dq"], buffers["dk"], buffers["dv"], state)

@@ -53,6 +53,17 @@ def state_part_fits(layout: Layout, inner: int, dtype: str) -> bool:
     return fits and layout.dtype == dtype
 
 
+def misfits(problem: Problem) -> list[str]:
+    """Parts of given states that are to be converted before the launch; these are small."""
+    given = {"initial_state": problem.initial_state, "dstate": problem.dstate}
+    return [
+        f"{name}.{part}"
+        for name, layouts in given.items()
+        for part, layout, inner in zip(STATE_FIELDS, layouts or (), STATE_RANKS, strict=False)
+        if not state_part_fits(layout, inner, problem.state_dtype)
+    ]
+
+
 @dataclass
 class Arrays:
     """The arrays of one call, collected while its launches are planned."""
