@@ -230,10 +230,11 @@ class Cuda:
     ) -> Callable[..., list[Tensor]]:
         """A function (q, k, v, initial) -> [out, den, ...]."""
         kernels = _Kernels(cls, cls.prepare_forward(problem, device, want_state), device)
-        results = ("out", "den", *(f"state.{part}" for part in STATE_FIELDS if want_state))
+        inputs = ("q", "k", "v", *_parts("initial_state", problem.initial_state))
+        results = ("out", "den", *_parts("state", want_state))
 
         def run(q: Tensor, k: Tensor, v: Tensor, initial: tuple[Tensor, ...]) -> list[Tensor]:
-            buffers = kernels({"q": q, "k": k, "v": v, **named_parts("initial_state", initial)})
+            buffers = kernels(dict(zip(inputs, (q, k, v, *initial), strict=True)))
             return [buffers[name] for name in results]
 
         return run
@@ -244,8 +245,9 @@ class Cuda:
     ) -> Callable[..., list[Tensor]]:
         """A function (dout, q, k, v, den, initial, dstate) -> [dq, dk, dv, ...]."""
         kernels = _Kernels(cls, cls.prepare_backward(problem, device, has_normalizer), device)
-        parts = STATE_FIELDS if problem.initial_state is not None else ()
-        results = ("dq", "dk", "dv", *(f"dinitial_state.{part}" for part in parts))
+        states = *_parts("initial_state", problem.initial_state), *_parts("dstate", problem.dstate)
+        inputs = ("dout", "q", "k", "v", *states)
+        results = ("dq", "dk", "dv", *_parts("dinitial_state", problem.initial_state))
         sums = TORCH_DTYPES[problem.state_dtype]
 
         def run(
@@ -257,10 +259,9 @@ class Cuda:
             initial: tuple[Tensor, ...],
             dstate: tuple[Tensor, ...],
         ) -> list[Tensor]:
-            buffers = {"q": q, "k": k, "v": v, "dout": dout}
+            buffers = dict(zip(inputs, (dout, q, k, v, *initial, *dstate), strict=True))
             if den is not None:
                 buffers["den"] = den.to(sums).contiguous()
-            buffers |= named_parts("initial_state", initial) | named_parts("dstate", dstate)
             buffers = kernels(buffers)
             return [buffers[name] for name in results]
 
@@ -287,6 +288,11 @@ class Cuda:
         # torch.cuda.current_stream takes 6 µs to make an object of it
         prepared.launch(addresses, torch._C._cuda_getCurrentRawStream(device.index))
         return None
+
+
+def _parts(name: str, given: Any) -> tuple[str, ...]:
+    """The names of a state's parts, where there is one."""
+    return tuple(f"{name}.{part}" for part in STATE_FIELDS) if given else ()
 
 
 def _launch(device: torch.device) -> Any:
