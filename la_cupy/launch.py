@@ -75,6 +75,20 @@ class _Arguments:
 
 
 Make = tuple[str, tuple[int, ...], np.dtype]
+_BESIDE_KV = {"den", *(f"{x}.{y}" for x in ("state", "dinitial_state") for y in STATE_FIELDS[1:])}
+
+
+def _may_share(name: str, shape: tuple[int, ...], dtype: np.dtype) -> bool:
+    """Whether an output may share memory with others, which live on while it does.
+
+    Neither kv nor results that are kept row by row may: holding one must not hold much more.
+    """
+    return name in _BESIDE_KV and prod(shape) * dtype.itemsize <= 1 << 20
+
+
+def _pool_bytes(name: str, shape: tuple[int, ...], dtype: np.dtype) -> int:
+    """What CuPy's pool takes for an array, in the units to which it aligns them."""
+    return -(-prod(shape) * dtype.itemsize // 512) * 512
 
 
 @dataclass(frozen=True)
@@ -93,9 +107,8 @@ class Prepared:
         load_all((launch.spec for launch in plan.launches), device)
         made = (plan.outputs | plan.workspace).items()
         makes = [(name, b.shape, dtypes.numpy_dtype(b.dtype)) for name, b in made]
-        small = [make for make in makes if make[0] in _SMALL_PARTS]
-        sizes = (-(-prod(shape) * dtype.itemsize // _ALIGNED) for _, shape, dtype in small)
-        *begins, end = (_ALIGNED * n for n in accumulate(sizes, initial=0))
+        small = [make for make in makes if make[0] in plan.outputs and _may_share(*make)]
+        *begins, end = accumulate((_pool_bytes(*make) for make in small), initial=0)
         return cls(
             plan,
             launches=tuple(Ready(launch, device) for launch in plan.launches),
@@ -115,7 +128,7 @@ class Prepared:
         for name, shape, dtype in self.makes:
             buffers[name] = cupy.ndarray(shape, dtype)
         if self.shares:
-            memory = cupy.cuda.alloc(self.shared_bytes)  # which takes longer than an array does
+            memory = cupy.cuda.alloc(self.shared_bytes)  # takes longer than to make an array
             for (name, shape, dtype), begin in self.shares:
                 buffers[name] = cupy.ndarray(shape, dtype, memory + begin)
         self.launch({name: x.data.ptr for name, x in buffers.items()})
@@ -186,10 +199,6 @@ _PARTS = {
     name: tuple(f"{name}.{part}" for part in STATE_FIELDS)
     for name in ("initial_state", "dstate", "state", "dinitial_state")
 }
-_SMALL_PARTS = {*_PARTS["state"][1:], *_PARTS["dinitial_state"][1:]}
-"""All but kv, which live as long as each other: as their State does."""
-_ALIGNED = 512
-"""CuPy's pool aligns what it gives out to so many bytes."""
 
 
 def _add_state(buffers: Buffers, name: str, state: State | None) -> None:
@@ -211,22 +220,24 @@ def forward(
     want_state: bool,
 ) -> tuple[Array, State | None, Array]:
     """out, the final state if wanted, and den; see `la_cupy.linear_attention`."""
-    device = q.device
-    with device:
-        layout = None
-        if out is not None:
-            strides = tuple(s // out.itemsize for s in out.strides)
-            layout = Layout(problem.dtype, out.shape, strides)
-        prepared = prepare_forward(problem, device.id, want_state, layout)
-        buffers = {"q": q, "k": k, "v": v}
-        if out is not None:
-            buffers["out"] = out
-        _add_state(buffers, "initial_state", initial_state)
-        prepared.run(buffers)
-        result = buffers["out"]
-        if out is not None and result is not out:  # its last axis is not contiguous
-            out[...] = result
-        return result, _state_of("state", buffers) if want_state else None, buffers["den"]
+    device = q.data.device_id
+    if device != cupy.cuda.runtime.getDevice():
+        with cupy.cuda.Device(device):
+            return forward(problem, q, k, v, initial_state, out, want_state)
+    layout = None
+    if out is not None:
+        strides = tuple(s // out.itemsize for s in out.strides)
+        layout = Layout(problem.dtype, out.shape, strides)
+    prepared = prepare_forward(problem, device, want_state, layout)
+    buffers = {"q": q, "k": k, "v": v}
+    if out is not None:
+        buffers["out"] = out
+    _add_state(buffers, "initial_state", initial_state)
+    prepared.run(buffers)
+    result = buffers["out"]
+    if out is not None and result is not out:  # its last axis is not contiguous
+        out[...] = result
+    return result, _state_of("state", buffers) if want_state else None, buffers["den"]
 
 
 def vjp(
@@ -240,18 +251,20 @@ def vjp(
     dstate: State | None,
 ) -> Gradients:
     """The gradients; see `la_cupy.linear_attention_vjp`."""
-    device = q.device
-    with device:
-        prepared = prepare_backward(problem, device.id, normalizer is not None)
-        buffers = {"q": q, "k": k, "v": v, "dout": dout}
-        if normalizer is not None:
-            dtype = dtypes.numpy_dtype(problem.state_dtype)
-            buffers["den"] = cupy.ascontiguousarray(normalizer.astype(dtype, copy=False))
-        _add_state(buffers, "initial_state", initial_state)
-        _add_state(buffers, "dstate", dstate)
-        prepared.run(buffers)
-        state = None if initial_state is None else _state_of("dinitial_state", buffers)
-        return Gradients(buffers["dq"], buffers["dk"], buffers["dv"], state)
+    device = q.data.device_id
+    if device != cupy.cuda.runtime.getDevice():
+        with cupy.cuda.Device(device):
+            return vjp(problem, dout, q, k, v, normalizer, initial_state, dstate)
+    prepared = prepare_backward(problem, device, normalizer is not None)
+    buffers = {"q": q, "k": k, "v": v, "dout": dout}
+    if normalizer is not None:
+        dtype = dtypes.numpy_dtype(problem.state_dtype)
+        buffers["den"] = cupy.ascontiguousarray(normalizer.astype(dtype, copy=False))
+    _add_state(buffers, "initial_state", initial_state)
+    _add_state(buffers, "dstate", dstate)
+    prepared.run(buffers)
+    state = None if initial_state is None else _state_of("dinitial_state", buffers)
+    return Gradients(buffers["dq"], buffers["dk"], buffers["dv"], state)
 
 
 def explain(problem: Problem, want_state: bool = False) -> Plan:

@@ -123,3 +123,22 @@ def test_a_step_leaves_nothing_behind(case: Case) -> None:
         la.linear_attention(q, k, v, causal=True, return_state=True)
     gc.collect()
     assert pool.used_bytes() <= before
+
+
+@pytest.mark.parametrize("case", [STEP], ids=str)
+def test_a_result_that_is_kept_holds_little_else(case: Case) -> None:
+    """Small results share an allocation, but none of them holds kv, and out holds itself alone."""
+    q, k, v, _ = _arrays(case)
+    options = {"causal": True, "return_state": True, "return_normalizer": True}
+    la.linear_attention(q, k, v, **options)
+    pool = cp.get_default_memory_pool()
+    for name in ("out", "den", "k_sum", "v_sum", "count"):
+        gc.collect()
+        before = pool.used_bytes()
+        out, state, den = la.linear_attention(q, k, v, **options)
+        large = state.kv.nbytes
+        kept = {"out": out, "den": den, **state._asdict()}[name]
+        del out, state, den
+        held = pool.used_bytes() - before
+        assert kept.nbytes <= held <= (kept.nbytes if name == "out" else large / 8), (name, held)
+        del kept
