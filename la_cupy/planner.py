@@ -62,6 +62,15 @@ class Cut:
         return {} if self.start is None else {"start": self.start}
 
 
+def granules(length: int) -> int:
+    return -(-length // GRANULE)
+
+
+def segment_length(length: int, count: int) -> int:
+    """Positions in each of `count` segments, the last of which may have fewer."""
+    return max(1, -(-granules(length) // count)) * GRANULE
+
+
 class Planner:
     """Adds launch after launch; what forward and backward have in common."""
 
@@ -127,44 +136,41 @@ class Planner:
         shift = p.m - p.n
         return min(0, shift), shift, p.m - min(0, shift)
 
-    def segment(
-        self, blocks: int, resident: int, length: int, cost: float, prepass: float | None
-    ) -> int:
-        """Positions in a segment: the length of least time for `blocks` blocks a segment.
-
-        `cost` is that of a granule, `prepass` the same of the pre-pass, if there must be one.
-        """
-        granules = -(-length // GRANULE)
-        if blocks == 0 or granules < 2:
-            return max(1, granules) * GRANULE
-        # Enough pieces for two rounds of blocks; beyond that only the overheads grow.
-        most = min(granules, max(1, 2 * resident // blocks))
-
-        def time(count: int) -> float:
-            walk = costs.shared_out(blocks * count, -(-granules // count), resident, cost)
-            if prepass is None or count == 1:
-                return walk
-            share = prepass * granules * blocks / resident
-            return walk + share * (count - 1) / count + 2 * costs.LAUNCH
-
-        count = min(range(1, most + 1), key=time)
-        return -(-granules // count) * GRANULE
+    def segments(self, spec: WalkSpec) -> costs.Segments:
+        """Into how many the walk of `spec` is cut."""
+        blocks = self.axes(spec.role).heads * self.splits(spec)
+        prepass = costs.granule(self.prepass_spec(spec.role not in _BY_QUERY))
+        return costs.segments(
+            blocks,
+            resident_blocks(spec, self.device),
+            granules(self.positions(spec.role in _BY_QUERY)[2]),
+            costs.granule(spec),
+            prepass if self.causal else None,
+        )
 
     def walk_segment(self, spec: WalkSpec) -> int:
         """Positions in a segment of the walk of `spec`."""
-        blocks = self.axes(spec.role).heads * self.splits(spec)
-        resident = resident_blocks(spec, self.device)
         length = self.positions(spec.role in _BY_QUERY)[2]
-        prepass = costs.granule(self.prepass_spec(spec.role not in _BY_QUERY))
-        segment = self.segment(
-            blocks, resident, length, costs.granule(spec), prepass if self.causal else None
-        )
+        segment = segment_length(length, self.segments(spec).count)
         if segment < length:
+            blocks = self.axes(spec.role).heads * self.splits(spec)
             self.reasons.append(
-                f"{spec.role} has {blocks} blocks for {resident} places, so that its sequence is cut "
-                f"into {-(-length // segment)} segments"
+                f"{spec.role} has {blocks} blocks for {resident_blocks(spec, self.device)} places, "
+                f"so that its sequence is cut into {-(-length // segment)} segments"
             )
         return segment
+
+    def narrowed(self, spec: SweepSpec | StreamSpec) -> SweepSpec | StreamSpec:
+        """`spec`, or with half the columns, where to split them takes less time than to cut the sequence."""
+        if not (self.causal and isinstance(spec, StreamSpec) and spec.columns == 128):
+            return spec
+        halves = replace(spec, columns=64)
+        if self.segments(halves).time >= self.segments(spec).time:
+            return spec
+        self.reasons.append(
+            f"{spec.role} has a block for each half of the columns: to cut the sequence takes longer"
+        )
+        return halves
 
     def states(
         self,
@@ -188,11 +194,11 @@ class Planner:
             spec = self.prepass_spec(is_reversed)
             blocks = self.state_blocks(spec) * (pieces - 1)
             room = max(1, resident_blocks(spec, self.device) // max(1, blocks))
-            granules = segment // GRANULE
+            whole = segment // GRANULE
 
             def fits(count: int) -> bool:
                 """Whole, and none empty: a reversed walk's last segment is summed, and may be shorter."""
-                if granules % count:
+                if whole % count:
                     return False
                 return not is_reversed or -(-length // (segment // count)) == pieces * count
 
@@ -285,13 +291,9 @@ class Planner:
         """The sum over the whole sequence: what every row sees where nothing is masked."""
         spec = self.prepass_spec(is_reversed)
         length = self.positions(is_reversed)[2]
-        segment = self.segment(
-            self.state_blocks(spec),
-            resident_blocks(spec, self.device),
-            length,
-            costs.granule(spec),
-            None,
-        )
+        room, cost = resident_blocks(spec, self.device), costs.granule(spec)
+        cut = costs.segments(self.state_blocks(spec), room, granules(length), cost, None)
+        segment = segment_length(length, cut.count)
         total = result if result is not None else self.arrays.slots(f"{name}.total", 1)
         self.states(name, is_reversed, segment, rows, start, total)
         return total
@@ -393,7 +395,7 @@ class Planner:
     def forward(self, out: Tensor | None, den: RowRef, final: StateRef | None) -> None:
         """den, and where they are given a place, out and the final state."""
         p, arrays = self.p, self.arrays
-        spec = self.spec("Forward")
+        spec = self.narrowed(self.spec("Forward"))
         initial = arrays.given_state("initial_state") if p.initial_state else None
         segment = self.walk_segment(spec)
         length = self.positions(True)[2]

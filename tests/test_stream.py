@@ -124,6 +124,19 @@ def test_widths(causal: bool, d: int, e: int) -> None:
     check_forward(case, x, results)
 
 
+@pytest.mark.parametrize("e", [128, 72])
+@pytest.mark.parametrize("d", [128, 40])
+def test_a_block_for_each_half_of_the_columns(d: int, e: int) -> None:
+    """Where there are more blocks than heads; the state and den are whole."""
+    case = a_case(200, d=d, e=e, lead=(3,), causal=True, initial="full")
+    x = make_inputs(case)
+    results, plan = forward(case, x, DeviceInfo("six blocks", 90, 6, 232448, 233472))
+    (launch,) = streams(plan)
+    assert (parts(launch), launch.grid, len(plan.launches)) == (6, 6, 1), str(plan)
+    assert "a block for each half of the columns" in str(plan)
+    check_forward(case, x, results)
+
+
 @pytest.mark.parametrize("norm", ["l2", None])
 @pytest.mark.parametrize("feature_map", ["identity", "relu"])
 @pytest.mark.parametrize("normalize", [False, True], ids=["", "normalised"])
