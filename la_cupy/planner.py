@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from math import prod
 
-from . import costs
+from . import costs, dtypes
 from .device import DeviceInfo
 from .kernels import (
     EXPONENTIAL,
@@ -138,15 +138,29 @@ class Planner:
 
     def segments(self, spec: WalkSpec) -> costs.Segments:
         """Into how many the walk of `spec` is cut."""
+        is_reversed = spec.role not in _BY_QUERY
         blocks = self.axes(spec.role).heads * self.splits(spec)
-        prepass = costs.granule(self.prepass_spec(spec.role not in _BY_QUERY))
-        return costs.segments(
-            blocks,
-            resident_blocks(spec, self.device),
-            granules(self.positions(spec.role in _BY_QUERY)[2]),
-            costs.granule(spec),
-            prepass if self.causal else None,
-        )
+        length = granules(self.positions(not is_reversed)[2])
+        cost, room = costs.granule(spec), resident_blocks(spec, self.device)
+        if not self.causal:
+            return costs.segments(blocks, room, length, cost)
+        sums = self.prepass_spec(is_reversed)
+        most = room // max(1, self.state_blocks(sums))
+
+        def prepass(count: int) -> float:
+            span, pieces = -(-length * (count - 1) // count), count - 1
+            fine = [pieces << i for i in range(8) if i == 0 or pieces << i <= most]
+            return 2 * costs.LAUNCH + min(self.sums_time(sums, span, x) for x in fine)
+
+        return costs.segments(blocks, room, length, cost, prepass)
+
+    def sums_time(self, spec: StateSpec | StreamedSpec, span: int, pieces: int) -> float:
+        """Of a pre-pass over `span` granules in so many pieces and of their scan, besides launches."""
+        state = (self.p.d + 1) * (self.p.e + 1) * dtypes.ITEMSIZE[self.p.state_dtype]
+        moved = 2 * pieces * self.arrays.state_axes.heads * state
+        blocks, room = self.state_blocks(spec) * pieces, resident_blocks(spec, self.device)
+        each = -(-span // pieces)
+        return costs.shared_out(blocks, each, room, costs.granule(spec)) + costs.scan(moved, pieces)
 
     def walk_segment(self, spec: WalkSpec) -> int:
         """Positions in a segment of the walk of `spec`."""
@@ -184,7 +198,7 @@ class Planner:
         """Pre-pass and scan: a slot for each segment, with the state before it (behind, reversed).
 
         The segment that is last in the walk is only summed for the total. Where there are too few
-        segments for the GPU, they are summed in several pieces.
+        segments for the GPU, they are summed in several pieces, if it takes less time.
         """
         p, length_of_segment = self.p, segment
         origin, shift, length = self.positions(is_reversed)
@@ -202,7 +216,10 @@ class Planner:
                     return False
                 return not is_reversed or -(-length // (segment // count)) == pieces * count
 
-            fine = max(filter(fits, range(1, room + 1)))
+            def time(count: int) -> float:
+                return self.sums_time(spec, whole * (pieces - 1), (pieces - 1) * count)
+
+            fine = min(filter(fits, range(1, room + 1)), key=time)
         segment, pieces = segment // fine, pieces * fine
         skip = fine if total is None else 0  # pieces left out: the first if reversed, or the last
         begin = segment * skip if is_reversed else 0
@@ -292,7 +309,7 @@ class Planner:
         spec = self.prepass_spec(is_reversed)
         length = self.positions(is_reversed)[2]
         room, cost = resident_blocks(spec, self.device), costs.granule(spec)
-        cut = costs.segments(self.state_blocks(spec), room, granules(length), cost, None)
+        cut = costs.segments(self.state_blocks(spec), room, granules(length), cost)
         segment = segment_length(length, cut.count)
         total = result if result is not None else self.arrays.slots(f"{name}.total", 1)
         self.states(name, is_reversed, segment, rows, start, total)

@@ -330,7 +330,7 @@ def scan_launch(
     launch = record.launch(ScanSpec(problem.state_dtype == "float64"), grid)
     numbers, slots = kv + problem.d + problem.e + 1, summed + pieces + len(states) - 1
     moved = axes.heads * numbers * slots * dtypes.ITEMSIZE[problem.state_dtype]
-    return replace(launch, microseconds=costs.scan(moved))
+    return replace(launch, microseconds=costs.scan(moved, pieces))
 
 
 def relevel_launch(
