@@ -198,7 +198,7 @@ class StreamSpec(_RoleWarpsSpec):
         gradient, workers = self.role == "GradQ", self.workers
         weights = self.causal * ((2 if self.has_rows else 1) * 72 * 128 + gradient * 64 * 128)
         stage = (self.has_rows and not gradient) * self._tile(self.columns)
-        numbers = (8 if gradient else 4) * 64
+        numbers = (10 if gradient else 4) * 64
         numbers += (self.causal and not gradient) * 8 * self.inner
         numbers += gradient * (6 * self.inner + (workers + 4) * 64)
         return weights + stage + 4 * numbers + 16 * 224 + 8 * 48

@@ -448,7 +448,18 @@ def test_a_plan_says_why_dk_and_dv_take_two_walks() -> None:
 
 FAULTS: dict[str, tuple[str, str, str, str]] = {  # a role, a file, what is there, what instead
     "delta without a": ("GradQ", "gradient.cuh", r"ptx::fma\(a, s, b \* dot\)", "(b * dot)"),
-    "dq along q": ("GradQ", "gradient.cuh", r"p.unit_norm \? along \* inverse_length : 0.f", "0.f"),
+    "dq along q": (
+        "GradQ",
+        "gradient.cuh",
+        r"p.unit_norm \? along \* inverse_length \* shorter : 0.f",
+        "0.f",
+    ),
+    "long rows of q stay long": (
+        "GradQ",
+        "score.cuh",
+        r"scale\[half\] = scale_to_one\(length\[half\]\)",
+        "",
+    ),
     "keys before the chunk forgotten": ("GradQ", "gradient.cuh", r"before\[c\] \+ \(", "("),
     "the mean stays on v": ("GradQ", "score.cuh", r"half, -of_row\)", "half, 0.f)"),
     "the level stays on v": ("GradQ", "centre.cuh", r"if \(levelled\) take", "if (false) take"),
@@ -470,7 +481,13 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {  # a role, a file, what is ther
     ),
     "sum of g forgotten": ("GradKV", "kv_state.cuh", r"add\(sum_g, of_g\);", ""),
     "sum of delta q forgotten": ("GradKV", "kv_state.cuh", r"add\(sum_q, of_q\);", ""),
-    "dk along k": ("GradKV", "kv_state.cuh", r"p.unit_norm \? dot : 0.f", "0.f"),
+    "dk along k": ("GradKV", "kv_state.cuh", r"p.unit_norm \? dot.* : 0.f", "0.f"),
+    "long rows of k stay long": (
+        "GradKV",
+        "kv_length.cuh",
+        r"float scale = scale_to_one\(length\)",
+        "float scale = 1.f",
+    ),
     "dstate forgotten": ("GradKV", "kv_state.cuh", r"column < p.d\) sum_q", "column < 0) sum_q"),
     "rows are stored before the first": (
         "GradKV",
@@ -521,6 +538,7 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {  # a role, a file, what is ther
     "the level stays on v in sums": ("Keys", "level.cuh", r"if \(!any\) return", "return"),
 }
 
+LONG_AND_SHORT = a_case(150, lead=(2,), d=40, causal=True, data="positive")
 WATCHED = (
     (
         a_case(170, 200, lead=(5,), initial="full", dstate="full", causal=True, a=4.0, b=0.7),
@@ -532,13 +550,19 @@ WATCHED = (
     (a_case(1100, lead=(1,), causal=True, data="mean16"), H200),  # in segments
     (a_case(170, 200, d=128, e=104, lead=(5,), initial="full", dstate="full"), ONE_BLOCK),
     (a_case(200, 170, lead=(3,), data="mean16"), ONE_BLOCK),
+    (LONG_AND_SHORT, ONE_BLOCK),
 )
 """Of which one at least must fail where a kernel is broken."""
 
 
+def watched_inputs(case: Case) -> Inputs:
+    return scaled(case, SIZES["mixed"]) if case is LONG_AND_SHORT else make_inputs(case)
+
+
 @pytest.mark.parametrize("which", range(len(WATCHED)))
 def test_what_is_watched_holds(which: int) -> None:
-    run_and_check(*WATCHED[which])
+    case, device = WATCHED[which]
+    run_and_check(case, device, x=watched_inputs(case))
 
 
 class _OfRole(Backend):
@@ -563,7 +587,7 @@ def test_a_fault_is_noticed(fault: str) -> None:
     for case, device in WATCHED:
         emulation = Broken(device)
         emulation.broken = role, broken(*change)
-        x = make_inputs(case)
+        x = watched_inputs(case)
         options = {**case.options, "initial_state": x.initial_state}
         problem = backward_problem(x.dout, x.q, x.k, x.v, dstate=x.dstate, **options)
         try:

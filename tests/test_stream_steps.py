@@ -79,6 +79,7 @@ UNSEEN = {
         "state.cuh", "Pipe::wait(Pipe::kRowsFull, now.rows)"
     ): "rows come with the sources, which are made ready first",
     Step("state.cuh", "wgmma_commit()", 1): "the next group takes its products in",
+    Step("kv_score.cuh", "Pipe::wait(Pipe::kReady, now.slot)"): "rows are measured later still",
     Step("kv_state.cuh", "Pipe::wait(Pipe::kReady, now.slot)", 1): "weights are made later still",
     Step(
         "kv_state.cuh", "Pipe::wait(Pipe::kRowsFull, now.rows)"

@@ -69,7 +69,7 @@ struct StreamConfig {
   static constexpr int kWeightsTiles = kHasRows ? 2 : 1;  // Keys needs the ones behind them
   static constexpr int kStageBytes = kHasStage ? ColumnTile::bytes(kChunk) : 0;
   static constexpr int kOnesBytes = kGradQ && Causal ? 64 * 128 : 0;  // where y <= x, see StateWork
-  static constexpr int kFactorLines = kGradQ ? 4 : 2, kPairs = 2;  // of weights
+  static constexpr int kFactorLines = kGradQ ? 5 : 2, kPairs = 2;  // of weights
   // kFactors, kColumnParts, and in GradQ kCentres, kDots, kRowFactors
   static constexpr int kNumbers = 2 * kFactorLines * kChunk + (Causal && !kGradQ ? 8 * Inner : 0) +
                                   (kGradQ ? 6 * Inner + kStateWarps * kChunk + 4 * kChunk : 0);

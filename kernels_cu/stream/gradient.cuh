@@ -5,6 +5,8 @@
 //
 // delta' being delta less g . c (see chunk/epilogue.cuh). z . h is b (r . Y - delta' r . K) with r = z phi'(z), which is q~ here; and
 // b q~ . K is den less a for each key. The result takes the place of q.
+//
+// What enters as z are elements of q, whose rows Score has brought to a moderate length; numbers of a row are divided by it instead.
 #pragma once
 #include "stream/pipe.cuh"
 
@@ -23,7 +25,7 @@ struct Gradient {
   const typename Pipe::Piece& piece;
   const typename Pipe::Chunk& now;
 
-  // q~ . Y of each row, shared by the state warps; and what follows from it.
+  // phi(q) . Y of each row, shared by the state warps; and what follows from it.
   template <int Wide>
   LA_DEVICE void begin(const float (&result)[Wide]) const {
 #pragma unroll
@@ -42,14 +44,12 @@ struct Gradient {
   }
   template <int Wide>
   LA_DEVICE float dots_of(const float (&result)[Wide], int m) const {
-    struct alignas(8) Pair { float x[2]; };
     float x[4][2], share[4];
     P::read(x, Pipe::tile_x(now.rows.at), m);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Pair inverse = *reinterpret_cast<const Pair*>(Pipe::factors(now.pair.at, 2) + P::row(m, i / 2 * 2));
-      share[i] = Feature::value(x[i][0] * inverse.x[i % 2]) * result[P::place(m, i, 0)];
-      share[i] = ptx::fma(Feature::value(x[i][1] * inverse.x[i % 2]), result[P::place(m, i, 1)], share[i]);
+      share[i] = Feature::value(x[i][0]) * result[P::place(m, i, 0)];
+      share[i] = ptx::fma(Feature::value(x[i][1]), result[P::place(m, i, 1)], share[i]);
     }
     return P::sum_columns_of(share);
   }
@@ -59,15 +59,16 @@ struct Gradient {
     float dot = 0;
 #pragma unroll
     for (int w = 0; w < Config::kStateWarps; ++w) dot += Pipe::dots(w)[row];
+    const float shorter = Pipe::factors(now.pair.at, 2)[row], inverse_length = Pipe::factors(now.pair.at, 4)[row];
+    dot *= shorter;
     const float a = scalar_a<float>(p), b = scalar_b<float>(p);
     const float den = Pipe::factors(now.pair.at, 0)[row], inverse = inverse_den(p, den);
     const float s = Pipe::factors(now.pair.at, 1)[row];
     const float of_keys = p.normalize ? den - a * piece.count_seen(now.step, row) : 0.f;  // b q~ . K
     const float delta = p.normalize ? ptx::fma(a, s, b * dot) * inverse * inverse : 0.f;
     const float along = ptx::fma(b * inverse, dot, -delta * of_keys);
-    const float inverse_length = Pipe::factors(now.pair.at, 2)[row];  // last: rows may be long, as b may be small
-    Pipe::row_factors()[row] = {b * inverse * inverse_length, b * delta * inverse_length, p.unit_norm ? along * inverse_length : 0.f,
-                                inverse_length};
+    // inverse_length comes last: rows may be long, as b may be small
+    Pipe::row_factors()[row] = {b * inverse * inverse_length, b * delta * inverse_length, p.unit_norm ? along * inverse_length * shorter : 0.f};
     const Span span = piece.rows_at(now.step);
     if (piece.places.delta == 0 || piece.split != 0 || !span.holds(row)) return;
     const float whole = p.normalize ? ptx::fma(Pipe::factors(now.pair.at, 3)[row], inverse, delta) : 0.f;
@@ -86,10 +87,9 @@ struct Gradient {
         const typename Pipe::RowFactors f = Pipe::row_factors()[P::row(m, i)];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const float z = x[i][c] * f.inverse_length;
           const float key = before[c] + (Config::kCausal ? running[P::place(m, i, c)] : 0.f);
-          const float h = Feature::derivative(z) * ptx::fma(f.of_result, result[P::place(m, i, c)], -f.of_running * key);
-          x[i][c] = ptx::fma(-z, f.along, h);
+          const float h = Feature::derivative(x[i][c]) * ptx::fma(f.of_result, result[P::place(m, i, c)], -f.of_running * key);
+          x[i][c] = ptx::fma(-x[i][c], f.along, h);
         }
       }
       u32 r[4];

@@ -1,6 +1,7 @@
 // The warps of `stream_key_value` that find |k| of each row, a lane each, while others form products.
 #pragma once
 #include "stream/kv_pipe.cuh"
+#include "stream/packets.cuh"
 
 namespace la {
 
@@ -20,19 +21,32 @@ struct KeyLength {
     while (now.exists(parts)) {
       Pipe::wait(Config::kOwnRows ? Pipe::kRowsFull : Pipe::kFull, now.rows);
       put(now.rows.at, p.unit_norm ? length(Pipe::k(now.rows.at)) : 1.f);
+      fence_async();
       sync_warp();
       Pipe::arrive(Pipe::kMeasured, now.rows);
       now.next(Pipe::piece(now.ordinal).chunks);
     }
   }
 
-  // Where |k| is 0, k~ is 0 and has no gradient.
+  // Of a row as it lies in the tile 1 / |k| and |k|; and 1 / |k|. Where |k| is 0, k~ is 0 and has no gradient.
   static LA_DEVICE void put(i32 rows, float length) {
     const bool zero = length == 0.f;
+    float scale = 1.f;
+    if (warp_any(!moderate(length))) scale = shorten(Pipe::k(rows), length);
     const float inverse = ptx::reciprocal(zero ? 1.f : length);
     Pipe::factors(rows, 0)[row()] = inverse;
-    Pipe::factors(rows, 1)[row()] = zero ? 0.f : inverse;
+    Pipe::factors(rows, 1)[row()] = zero ? 0.f : inverse * scale;
     Pipe::factors(rows, 2)[row()] = zero ? 1.f : length;
+  }
+
+  // A long or short row times a power of two, to a length of about 1, so that others may multiply with it as it is.
+  template <class Tile>
+  static LA_DEVICE float shorten(const Tile& k, float& length) {
+    const float scale = scale_to_one(length);
+    length *= scale;
+#pragma unroll 1
+    for (int i = 0; i < Config::kInner / 8; ++i) scale_packet(*reinterpret_cast<Word4*>(k.packet(row(), i)), scale);
+    return scale;
   }
 
   // Squares that leave the range of a float are taken of scaled elements.

@@ -29,10 +29,10 @@ struct KeyValueScore {
   LA_DEVICE void turn(const Chunk& now) {
     const auto k = Pipe::k(now.rows.at);
     float w[32];
+    Pipe::wait(Pipe::kMeasured, now.rows);
     multiply(w, k, Pipe::q(now.slot.at));
     wgmma_wait<0>();
     wgmma_pin(w);
-    Pipe::wait(Pipe::kMeasured, now.rows);
     Pipe::wait_round_before(Pipe::kUsed, now.pair);
     const float length[2] = {Pipe::factors(now.rows.at, 2)[row(0)], Pipe::factors(now.rows.at, 2)[row(1)]};
     each(w, Pipe::offset(now.slot.at), [&](float x, float offset, int half) { return ptx::fma(length[half], offset, x); });

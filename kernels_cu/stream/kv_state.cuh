@@ -96,7 +96,7 @@ struct KeyValueState {
     wgmma_pin(dk);
     wgmma_pin(of_q);
     Pipe::arrive(Pipe::kUsed, now.pair);
-    find_dots(dk, k, row);
+    find_dots(dk, k);
     add(sum_q, of_q);
     if constexpr (Config::kInSources) wgmma_wait<0>();  // which reads what is written over
     put_values(values, now);
@@ -112,6 +112,7 @@ struct KeyValueState {
     const auto k = Pipe::k(row), v = Pipe::v(row);
     const auto copy = Pipe::copy();
     Pipe::wait(Pipe::kReady, now.slot);
+    Pipe::wait(Pipe::kMeasured, now.rows);
     float dv[32], dk[32];
     wgmma_pin(dv);
     wgmma_pin(dk);
@@ -124,12 +125,11 @@ struct KeyValueState {
     wgmma_commit();
     wgmma_wait<1>();
     wgmma_pin(dv);
-    Pipe::wait(Pipe::kMeasured, now.rows);
     u32 values[Config::kChunk / 16][4];
     finish_values(values, dv, row);
     wgmma_wait<0>();
     wgmma_pin(dk);
-    find_dots(dk, k, row);
+    find_dots(dk, k);
     put_values(values, now);
     put_keys(dk, now);
   }
@@ -217,21 +217,20 @@ struct KeyValueState {
     }
   }
 
-  // dk~, whole; and z . dk~ of each row, shared by the state warps.
+  // dk~, whole; and k . dk~ of each row, shared by the state warps.
   template <class Tile>
-  LA_DEVICE void find_dots(float (&dk)[32], const Tile& k, i32 slot) const {
+  LA_DEVICE void find_dots(float (&dk)[32], const Tile& k) const {
     constexpr int kSets = Config::kChunk / 16;
     float sum[kSets];
 #pragma unroll
     for (int m = 0; m < kSets; ++m) {
-      float x[4][2], inverse[4], share[4];
+      float x[4][2], share[4];
       P::read(x, k, m);
-      read_numbers(inverse, Pipe::factors(slot, 1), m);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         dk[P::place(m, i, 0)] += sum_q[0];
         dk[P::place(m, i, 1)] += sum_q[1];
-        share[i] = ptx::fma(x[i][0] * inverse[i], dk[P::place(m, i, 0)], x[i][1] * inverse[i] * dk[P::place(m, i, 1)]);
+        share[i] = ptx::fma(x[i][0], dk[P::place(m, i, 0)], x[i][1] * dk[P::place(m, i, 1)]);
       }
       sum[m] = P::sum_columns_of(share);
     }
@@ -243,7 +242,7 @@ struct KeyValueState {
 
   LA_DEVICE void put_values(const u32 (&values)[Config::kChunk / 16][4], const Chunk& now) const {
     sync_all();  // no product reads what is written over any more
-    if (thread() < Config::kChunk) find_along(thread());
+    if (thread() < Config::kChunk) find_along(thread(), now.rows.at);
 #pragma unroll
     for (int m = 0; m < Config::kChunk / 16; ++m) stmatrix_x4_trans(P::near_block(Pipe::second_result(now), m), values[m]);
   }
@@ -257,11 +256,13 @@ struct KeyValueState {
     if constexpr (Config::kInSources) Pipe::arrive(Pipe::kRowsFree, now.rows);
   }
 
-  LA_DEVICE void find_along(int row) const {
+  // By how much of k a row is less: (z . dk~) / |k|^2, where |k| is one as k lies in the tile, and one true.
+  LA_DEVICE void find_along(int row, i32 rows) const {
     float dot = 0;
 #pragma unroll
     for (int i = 0; i < Config::kStateWarps; ++i) dot += Pipe::dots(i)[row];
-    Pipe::along()[row] = p.unit_norm ? dot : 0.f;
+    const float inverse = Pipe::factors(rows, 0)[row];
+    Pipe::along()[row] = p.unit_norm ? dot * inverse * inverse * Pipe::factors(rows, 1)[row] : 0.f;
   }
 
   // dk from dk~. All that is read comes before what is written: the compiler keeps their order.
@@ -286,7 +287,7 @@ struct KeyValueState {
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             float& y = dk[P::place(m0 + m, i, c)];
-            y = ptx::fma(-x[m][i][c] * inverse[m][i], along[m][i], y) * inverse[m][i];
+            y = ptx::fma(-x[m][i][c], along[m][i], y * inverse[m][i]);
           }
         }
 #pragma unroll

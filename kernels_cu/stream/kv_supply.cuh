@@ -63,10 +63,10 @@ struct KeyValueSupply {
     if (flat) clear(q);
     R rows;
     typename R::Norms norms = rows.take_norms(p, q);
-    bool moderate = true;
+    bool all_moderate = true;
 #pragma unroll
-    for (const float x : norms.factor) moderate = moderate && (x == 0.f || (x > 1e-4f && x < 1e4f));
-    if (warp_any(!moderate)) shorten(q, norms.factor);
+    for (const float x : norms.factor) all_moderate = all_moderate && moderate(x);
+    if (warp_any(!all_moderate)) shorten(q, norms.factor);
     const float b = flat ? 1.f : p.b_float, a_over_b = p.a_float * ptx::reciprocal(b);
 #pragma unroll
     for (int pass = 0; pass < R::kPasses; ++pass) {
@@ -102,9 +102,7 @@ struct KeyValueSupply {
     for (int i = 0; i < R::kPerLane; ++i) {
 #pragma unroll
       for (int pass = 0; pass < R::kPasses; ++pass) {
-        u32* const words = reinterpret_cast<u32*>(q.packet(R::row(pass), R::packet(i)));
-#pragma unroll
-        for (int j = 0; j < 4; ++j) words[j] = pack_bf16(bf16_low(words[j]) * by[pass], bf16_high(words[j]) * by[pass]);
+        scale_packet(*reinterpret_cast<Word4*>(q.packet(R::row(pass), R::packet(i))), by[pass]);
       }
     }
   }

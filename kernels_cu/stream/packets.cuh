@@ -32,4 +32,17 @@ LA_DEVICE void each_packet(const Tile& tile, F f) {
   }
 }
 
+// Rows whose elements may be multiplied by those of others as they are: of a moderate length, or zeros.
+LA_DEVICE bool moderate(float length) { return length == 0.f || (length > 1e-4f && length < 1e4f); }
+
+// The power of two that brings a length to about 1.
+LA_DEVICE float scale_to_one(float length) {
+  return length == 0.f ? 1.f : as_float(as_bits(ptx::reciprocal(length)) & 0x7f800000);
+}
+
+LA_DEVICE void scale_packet(Word4& packet, float by) {
+#pragma unroll
+  for (u32& pair : packet.w) pair = pack_bf16(bf16_low(pair) * by, bf16_high(pair) * by);
+}
+
 }  // namespace la

@@ -216,7 +216,7 @@ struct Pipe {
   }
   static LA_DEVICE typename Config::ColumnTile stage() { return {shared() + Config::kStage}; }
   // Of each row, a line for each number. Forward: by which the result is multiplied, and with which the sum of C so far is added to
-  // it. GradQ: den, s, 1 / |q|, A . c (stream/score.cuh). stream_key_value: see KeyLength::put.
+  // it. GradQ: den, s, 1 / |q| of a row as it lies in the tile, A . c, 1 / |q| (stream/score.cuh). stream_key_value: see KeyLength::put.
   static LA_DEVICE float* factors(i32 i, i32 which) {
     return reinterpret_cast<float*>(shared() + Config::kFactors) + (Config::kFactorLines * i + which) * Config::kChunk;
   }
@@ -227,7 +227,7 @@ struct Pipe {
   static LA_DEVICE float* numbers(i32 at) { return reinterpret_cast<float*>(shared() + at); }
   static LA_DEVICE float* centre(i32 slot) { return numbers(Config::kCentres) + slot * Config::kInner; }
   static LA_DEVICE float* dots(i32 warp) { return numbers(Config::kDots) + warp * Config::kChunk; }
-  struct alignas(16) RowFactors { float of_result, of_running, along, inverse_length; };
+  struct alignas(16) RowFactors { float of_result, of_running, along; };
   static LA_DEVICE RowFactors* row_factors() { return reinterpret_cast<RowFactors*>(shared() + Config::kRowFactors); }
 };
 

@@ -11,6 +11,7 @@
 //
 // and den is given.
 #pragma once
+#include "stream/packets.cuh"
 #include "stream/pipe.cuh"
 
 namespace la {
@@ -102,7 +103,11 @@ struct Score {
     add_squares<Config::kColumns>(squares, rows, {1.f, 1.f});
     wgmma_wait<0>();
     wgmma_pin(w);
-    if (p.unit_norm) find_lengths<Config::kColumns>(length, squares, rows);
+    float scale[2] = {1.f, 1.f};
+    if (p.unit_norm) {
+      find_lengths<Config::kColumns>(length, squares, rows);
+      shorten(rows, length, scale);
+    }
     Pipe::arrive(Pipe::kFree, now.slot);
     if constexpr (Config::kOwnRows) Pipe::arrive(Pipe::kRowsFree, now.rows);
     Pipe::wait_round_before(Pipe::kUsed, now.pair);
@@ -118,8 +123,10 @@ struct Score {
       if ((lane_id() & 3) == 0) {
         Pipe::factors(now.pair.at, 0)[row(half)] = den[half];
         Pipe::factors(now.pair.at, 1)[row(half)] = sum;
-        Pipe::factors(now.pair.at, 2)[row(half)] = length[half] == 0.f ? 0.f : ptx::reciprocal(length[half]);
+        const float inverse = length[half] == 0.f ? 0.f : ptx::reciprocal(length[half]);
+        Pipe::factors(now.pair.at, 2)[row(half)] = inverse;
         Pipe::factors(now.pair.at, 3)[row(half)] = of_row;
+        Pipe::factors(now.pair.at, 4)[row(half)] = inverse * scale[half];
       }
     }
     if constexpr (Config::kCausal) put(w, now.pair.at);
@@ -162,6 +169,22 @@ struct Score {
     for (int half = 0; half < 2; ++half) {
       const float zero = Config::kGradQ ? 0.f : 1.f;
       length[half] = scaled[half] == 0.f ? zero : square_root(scaled[half]) * ptx::reciprocal(scale[half]);
+    }
+  }
+
+  // GradQ: long and short rows times a power of two, to a length of about 1, so that the state warps may multiply with them as they are.
+  template <class Tile>
+  static LA_DEVICE void shorten(const Tile& tile, float (&length)[2], float (&scale)[2]) {
+    if (!warp_any(!moderate(length[0]) || !moderate(length[1]))) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      scale[half] = scale_to_one(length[half]);
+      length[half] *= scale[half];
+    }
+#pragma unroll 1
+    for (int i = 0; i < Config::kColumns / 32; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) scale_packet(*reinterpret_cast<Word4*>(tile.packet(row(half), packet(i))), scale[half]);
     }
   }
 
