@@ -26,9 +26,15 @@ LA_DEVICE Acc load_element(const Tensor& t, i64 index) {
 // exact, where it has no mean to speak of, but for a column in ten thousand; and an odd row, the first say, does not set the level.
 // Elsewhere v - c0 is exact where v lies between c0 / 2 and 2 c0, which it would not be less a mean. NaN and infinity are near
 // nothing.
-template <class Acc>
+// With `BFloat16` v is of this type, and no branches keep loads from being on their way together.
+template <class Acc, bool BFloat16 = false>
 LA_DEVICE Acc level(const Tensor& v, const Head& head, i64 m, int column) {
-  const auto value = [&](i64 row) { return load_element<Acc>(v, head.offset(v.lead) + row * v.row + column); };
+  const i64 first = head.offset(v.lead) + column;
+  const auto value = [&](i64 row) {
+    const i64 index = first + row * v.row;
+    if constexpr (BFloat16) return bf16_low(load_2(reinterpret_cast<const void*>(v.data + static_cast<u64>(2 * index))));
+    else return load_element<Acc>(v, index);
+  };
   const Acc middle = value(m / 2);
   Acc others[8];
 #pragma unroll

@@ -56,7 +56,7 @@ struct Centre {
       sum[i] = level[i] = 0;
       if (column() + i >= p.e) continue;
       if (p.start.kv != 0) sum[i] = load_number<float>(Pipe::start(p, piece).v_sum, column() + i);
-      if (Config::kCausal && p.levelled) level[i] = la::level<float>(p.v, piece.head, p.m, column() + i);
+      if (Config::kCausal && p.levelled) level[i] = la::level<float, true>(p.v, piece.head, p.m, column() + i);
     }
   }
 

@@ -23,7 +23,7 @@ struct PartLevel {
     float own = 0;
     Pipe::sync_suppliers();  // others still take off the level of the part before
     if (id < Config::kColumns) {
-      if (column < p.e) own = la::level<float>(p.v, piece.head, p.m, column);
+      if (column < p.e) own = la::level<float, true>(p.v, piece.head, p.m, column);
       columns()[id].bits = to_bf16(own);
     }
     float* const said = Pipe::numbers(Config::kFlags);
