@@ -85,5 +85,8 @@ def walk(spec: StreamedSpec, parts: int, granules: int, blocks: int) -> float:
 
 
 def scan(moved: int, pieces: int) -> float:
-    """Of a launch of `scan` that reads and writes `moved` bytes, one of `pieces` after the other."""
+    """Of `scan`, which reads and writes `moved` bytes, one of `pieces` after the other.
+
+    That it is a launch of its own did not show: it begins while the sums drain.
+    """
     return moved * 1e-6 * _SCAN_MEGABYTE + pieces * _SCAN_PIECE

@@ -81,7 +81,8 @@ _BESIDE_KV = {"den", *(f"{x}.{y}" for x in ("state", "dinitial_state") for y in 
 def _may_share(name: str, shape: tuple[int, ...], dtype: np.dtype) -> bool:
     """Whether an output may share memory with others, which live on while it does.
 
-    Neither kv nor results that are kept row by row may: holding one must not hold much more.
+    out, gradients and kv have memory of their own, so that they hold nothing else; of the others
+    each that is small adds 1 MiB at most to what one of them holds.
     """
     return name in _BESIDE_KV and prod(shape) * dtype.itemsize <= 1 << 20
 

@@ -159,7 +159,10 @@ class Arrays:
         p = self.problem
         sizes = (p.d * p.e, p.d, p.e, 1)
         heads = prod(self.state_lead)
-        self.workspace[name] = Buffer((heads * count * sum(sizes),), p.state_dtype)
+        # A backward that has to find den itself cuts twice, each time in its own way.
+        before = self.workspace.get(name, Buffer((0,), p.state_dtype)).shape[0]
+        size = max(before, heads * count * sum(sizes))
+        self.workspace[name] = Buffer((size,), p.state_dtype)
         strides = contiguous_strides(self.state_lead)
         leads, shifts, at = [], [], 0
         for size in sizes:

@@ -150,7 +150,7 @@ class Planner:
         def prepass(count: int) -> float:
             span, pieces = -(-length * (count - 1) // count), count - 1
             fine = [pieces << i for i in range(8) if i == 0 or pieces << i <= most]
-            return 2 * costs.LAUNCH + min(self.sums_time(sums, span, x) for x in fine)
+            return costs.LAUNCH + min(self.sums_time(sums, span, x) for x in fine)
 
         return costs.segments(blocks, room, length, cost, prepass)
 
@@ -412,7 +412,9 @@ class Planner:
     def forward(self, out: Tensor | None, den: RowRef, final: StateRef | None) -> None:
         """den, and where they are given a place, out and the final state."""
         p, arrays = self.p, self.arrays
-        spec = self.narrowed(self.spec("Forward"))
+        spec = self.spec("Forward")
+        if out is not None:
+            spec = self.narrowed(spec)
         initial = arrays.given_state("initial_state") if p.initial_state else None
         segment = self.walk_segment(spec)
         length = self.positions(True)[2]

@@ -13,6 +13,7 @@ from cases import DTYPES, Case, make_inputs
 from specialisations import register_limit
 
 from la_cupy.device import DeviceInfo
+from la_cupy.dtypes import ITEMSIZE
 from la_cupy.kernels import (
     KEYS,
     QUERIES,
@@ -171,6 +172,11 @@ def assert_runnable(plan: Plan) -> None:
             of_block = SCAN_WIDTH * SCAN_NUMBERS
             blocks, of_kv = launch.grid / heads - 1, int(p["d"]) * int(p["e"])
             assert (blocks - 1) * of_block < of_kv <= blocks * of_block
+            for name in names & {"keys", "queries"}:
+                item = ITEMSIZE[plan.workspace[name].dtype]
+                last = max(shift for _, of, shift in launch.pointers if of == name)
+                room = prod(plan.workspace[name].shape) * item
+                assert last + heads * int(p["pieces"]) * item <= room, f"{name} has no room"
         elif isinstance(spec, RelevelSpec):
             assert spec.threads == 32 * RELEVEL_ROWS
             assert launch.grid == heads * -(-(int(p["d"]) + 1) // RELEVEL_ROWS)

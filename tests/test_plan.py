@@ -19,11 +19,13 @@ from plans import (
     assert_runnable,
     case_plans,
     plans,
+    problems,
     record,
     span,
     sums,
 )
 from specialisations import (
+    A100,
     ARITHMETICS,
     DEVICES,
     H200,
@@ -47,7 +49,7 @@ from la_cupy.kernels import (
     WalkSpec,
     padded,
 )
-from la_cupy.plan import Plan
+from la_cupy.plan import Plan, backward_plan
 from la_cupy.results import State
 
 on_every_device = pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
@@ -354,3 +356,20 @@ def test_scan_reads_the_sums_that_are_made(dtype: str, device: DeviceInfo) -> No
                 assert (made["segments"] - 1) * made["chunks_per_segment"] < made["chunks"]
                 shorter += made["chunks"] % made["chunks_per_segment"] != 0
     assert shorter > 0
+
+
+@pytest.mark.parametrize(
+    "heads,n,d,e,dtype",
+    [
+        (32, 8192, 64, 128, "bfloat16"),
+        (1, 65536, 128, 64, "float32"),
+        (2, 8192, 128, 64, "float32"),
+    ],
+)
+def test_a_backward_that_finds_den_has_room_for_both_cuts(
+    heads: int, n: int, d: int, e: int, dtype: str
+) -> None:
+    """Its forward has segments of its own, but the same workspace."""
+    _, backward = problems((heads,), n, None, d, e, dtype=dtype, causal=True)
+    for device in (H200, A100):
+        assert_runnable(backward_plan(backward, device, has_normalizer=False))

@@ -20,11 +20,11 @@ struct StreamConfig {
   static constexpr bool kCausal = Causal, kGrouped = false, kHasRows = !kSame<Role, Keys>, kGradQ = kSame<Role, GradQ>, kKeyValue = false;
   static_assert(kHasRows || kCausal, "there must be rows or sources");
   static constexpr bool kInPlace = kGradQ, kHasStage = kHasRows && !kGradQ;  // the result takes the place of rows, or has a stage
-  // Rows of A, and of X in GradQ, stay as they are: dout; or q where phi is the identity: what the norm divides them by cancels in out,
-  // or enters its factor.
+  // Rows of A, and but for a power of two of X in GradQ, stay as they are: dout; or q where phi is the identity: what the norm divides
+  // them by cancels in out, or enters its factor.
   static constexpr bool kPlainRows = kGradQ || kSame<Feature, Identity>;
 
-  // A state warpgroup owns 64 columns; one warpgroup makes the weights, one (of Keys two) transforms the rows, and one has the
+  // A state warpgroup owns 64 columns; one warpgroup makes the weights, one (of Keys two, by turns) transforms the rows, and one has the
   // courier, the sender, and in GradQ those that find the mean of v.
   static constexpr int kStateWarps = Columns / 16, kScoreWarps = kHasRows ? 4 : 0;
   static constexpr int kSupplyGroups = kHasRows ? 1 : 2, kSupplyWarps = 4 * kSupplyGroups;  // groups take turns with chunks

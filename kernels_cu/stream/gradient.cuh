@@ -68,7 +68,8 @@ struct Gradient {
     const float delta = p.normalize ? ptx::fma(a, s, b * dot) * inverse * inverse : 0.f;
     const float along = ptx::fma(b * inverse, dot, -delta * of_keys);
     // inverse_length comes last: rows may be long, as b may be small
-    Pipe::row_factors()[row] = {b * inverse * inverse_length, b * delta * inverse_length, p.unit_norm ? along * inverse_length * shorter : 0.f};
+    Pipe::row_factors()[row] = {b * inverse * inverse_length, b * delta * inverse_length,
+                                p.unit_norm ? along * inverse_length * shorter : 0.f};
     const Span span = piece.rows_at(now.step);
     if (piece.places.delta == 0 || piece.split != 0 || !span.holds(row)) return;
     const float whole = p.normalize ? ptx::fma(Pipe::factors(now.pair.at, 3)[row], inverse, delta) : 0.f;

@@ -6,8 +6,9 @@
 //
 // v and delta less the level (chunk/level.cuh), g = dout / den; dk = (dk~ - z (z . dk~)) / |k|, z = k / |k|.
 //
-// Rows of q and k stay as they are. What enters with k~ is |k| times as large, and divided by it in the end. b / |q| moves from b q~ to g
-// and delta, which no longer are those above; then w is a / b |q| + k~ . q, and the sum of g that of a / b |q| g.
+// Rows of q and k stay as they are, but for a power of two if they are long or short (stream/packets.cuh). What enters with k~ is |k|
+// times as large, and divided by it in the end. b / |q| moves from b q~ to g and delta, which no longer are those above; then w is
+// a / b |q| + k~ . q, and the sum of g that of a / b |q| g.
 //
 // In Queries there are no rows: only R and both sums, over each piece, as `accumulate` takes them. Where nothing is masked these are
 // the sums over all queries, with which each part begins, and there are no sources.

@@ -1,4 +1,4 @@
-// The warps of `stream_key_value` that find |k| of each row, a lane each, while others form products.
+// The warps of `stream_key_value` that find |k| of each row, a lane each, and bring long and short rows to a moderate length.
 #pragma once
 #include "stream/kv_pipe.cuh"
 #include "stream/packets.cuh"

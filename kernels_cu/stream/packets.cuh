@@ -35,9 +35,10 @@ LA_DEVICE void each_packet(const Tile& tile, F f) {
 // Rows whose elements may be multiplied by those of others as they are: of a moderate length, or zeros.
 LA_DEVICE bool moderate(float length) { return length == 0.f || (length > 1e-4f && length < 1e4f); }
 
-// The power of two that brings a length to about 1.
+// The power of two that brings a length to 1/2 to 1; of one that is no number, a small one.
 LA_DEVICE float scale_to_one(float length) {
-  return length == 0.f ? 1.f : as_float(as_bits(ptx::reciprocal(length)) & 0x7f800000);
+  const i32 exponent = static_cast<i32>(as_bits(length) >> 23 & 0xff);
+  return length == 0.f ? 1.f : as_float(static_cast<u32>(exponent < 253 ? 253 - exponent : 1) << 23);
 }
 
 LA_DEVICE void scale_packet(Word4& packet, float by) {

@@ -9,7 +9,7 @@
 //   staged    the result of a chunk                                   state -> sender
 //   sent      the same may be written over                            sender -> state
 //   done      the result has taken the place of what it was made of   state -> sender
-//   measured  |k| of each row (stream_key_value)                      KeyLength -> scores (or the state)
+//   measured  |k| of each row, which has a moderate length now        KeyLength -> scores (or the state)
 //
 // Where rows have slots of their own (StreamConfig::kOwnRows), they are full and free by themselves. Those whose place the result takes
 // are sent before they are free: rows, or sources (KeyValueConfig::kInSources).

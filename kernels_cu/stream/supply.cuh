@@ -12,7 +12,8 @@ struct Supply {
   using Chunk = typename Pipe::Chunk;
   using Piece = typename Pipe::Piece;
   static constexpr int kFirst = 32 * Config::kFirstSupply;
-  using InnerRows = Rows<typename Config::Arith, Config::kInner, Config::kChunk, Config::kSupplyThreads, kFirst, false, Config::kSupplyGroups>;
+  using InnerRows = Rows<typename Config::Arith, Config::kInner, Config::kChunk, Config::kSupplyThreads, kFirst, false,
+                         Config::kSupplyGroups>;
   using ColumnRows = Rows<typename Config::Arith, Config::kColumns, Config::kChunk, Config::kSupplyThreads, kFirst>;
 
   // A lane's share of the sums of columns, see transform.
