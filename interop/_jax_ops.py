@@ -26,6 +26,7 @@ from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
 from la_cupy import dtypes
+from la_cupy.params import state_names
 from la_cupy.problem import Options, Problem, backward_problem, forward_problem
 from la_cupy.results import State
 
@@ -48,23 +49,19 @@ class Call:
 
     @property
     def x(self) -> tuple[str, ...]:
-        return ("q", "k", "v") + (_state("initial_state") if self.initial else ())
+        return ("q", "k", "v") + (state_names("initial_state") if self.initial else ())
 
     @property
     def y(self) -> tuple[str, ...]:
-        return ("out",) + (_state("state") if self.state else ())
+        return ("out",) + (state_names("state") if self.state else ())
 
     @property
     def c(self) -> tuple[str, ...]:
-        return ("dout",) + (_state("dstate") if self.state else ())
+        return ("dout",) + (state_names("dstate") if self.state else ())
 
     @property
     def t(self) -> tuple[str, ...]:
         return tuple(name for name, moved in zip(self.x, self.moved, strict=True) if moved)
-
-
-def _state(name: str) -> tuple[str, ...]:
-    return tuple(f"{name}.{part}" for part in State._fields)
 
 
 @dataclass(frozen=True)
@@ -120,11 +117,11 @@ def problem_of(call: Call, named: dict[str, Abstract], limit: int | None = None)
     options: dict[str, Any] = dict(o._asdict(), width_limit=limit)
     q, k, v = named["q"], named["k"], named["v"]
     if call.initial:
-        options["initial_state"] = State(*(named[name] for name in _state("initial_state")))
+        options["initial_state"] = State(*(named[name] for name in state_names("initial_state")))
     if "dout" not in named:
         return forward_problem(q, k, v, **options)
     if call.state:
-        options["dstate"] = State(*(named[name] for name in _state("dstate")))
+        options["dstate"] = State(*(named[name] for name in state_names("dstate")))
     return backward_problem(named["dout"], q, k, v, **options)
 
 
@@ -227,7 +224,7 @@ def _types(op: Op, *operands: Any, call: Call) -> list[Any]:
     shapes: dict[str, tuple[tuple[int, ...], Any]] = {
         name: (x.shape, x.dtype) for name, x in zip(op.operands(call), operands, strict=True)
     }
-    cores = zip(_state("state"), ((p.d, p.e), (p.d,), (p.e,), ()), strict=True)
+    cores = zip(state_names("state"), ((p.d, p.e), (p.d,), (p.e,), ()), strict=True)
     shapes |= {name: ((*p.state_lead, *core), np.dtype(p.state_dtype)) for name, core in cores}
     shapes["out"] = p.out_shape, dtypes.numpy_dtype(p.dtype)
     shapes["den"] = (*p.lead, p.n), np.dtype(p.state_dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 from la_cupy import cpu, dtypes
 from la_cupy.arrays import Cache
 from la_cupy.layouts import misfits, summed_axes
-from la_cupy.params import STATE_FIELDS
+from la_cupy.params import state_names
 from la_cupy.problem import GPU_WIDTH_LIMIT, Options, Problem, backward_problem, forward_problem
 from la_cupy.results import State
 
@@ -85,7 +85,7 @@ def named_inputs(
 
 def named_parts(name: str, state: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """The same of a state's parts."""
-    return {f"{name}.{part}": x for part, x in zip(STATE_FIELDS, state, strict=bool(state))}
+    return dict(zip(state_names(name), state, strict=True)) if state else {}
 
 
 # --- the two operations ------------------------------------------------------------------------
@@ -292,7 +292,7 @@ class Cuda:
 
 def _parts(name: str, given: Any) -> tuple[str, ...]:
     """The names of a state's parts, where there is one."""
-    return tuple(f"{name}.{part}" for part in STATE_FIELDS) if given else ()
+    return state_names(name) if given else ()
 
 
 def _launch(device: torch.device) -> Any:

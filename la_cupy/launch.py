@@ -20,7 +20,7 @@ from .arrays import Cache
 from .compile import kernel, load_all
 from .device import device_info
 from .layouts import misfits, summed_axes
-from .params import STATE_FIELDS
+from .params import state_names
 from .plan import Plan, backward_plan, forward_plan
 from .problem import Layout, Problem
 from .records import Launch, Parameters, suited
@@ -75,7 +75,7 @@ class _Arguments:
 
 
 Make = tuple[str, tuple[int, ...], np.dtype]
-_BESIDE_KV = {"den", *(f"{x}.{y}" for x in ("state", "dinitial_state") for y in STATE_FIELDS[1:])}
+_BESIDE_KV = {"den", *state_names("state")[1:], *state_names("dinitial_state")[1:]}
 
 
 def _may_share(name: str, shape: tuple[int, ...], dtype: np.dtype) -> bool:
@@ -196,19 +196,13 @@ def _prepare(key: Any, make: Callable[[Any], Plan], device: int) -> Prepared:
     return found
 
 
-_PARTS = {
-    name: tuple(f"{name}.{part}" for part in STATE_FIELDS)
-    for name in ("initial_state", "dstate", "state", "dinitial_state")
-}
-
-
 def _add_state(buffers: Buffers, name: str, state: State | None) -> None:
     if state is not None:
-        buffers.update(zip(_PARTS[name], state, strict=True))
+        buffers.update(zip(state_names(name), state, strict=True))
 
 
 def _state_of(name: str, buffers: Buffers) -> State:
-    return State(*map(buffers.__getitem__, _PARTS[name]))
+    return State(*map(buffers.__getitem__, state_names(name)))
 
 
 def forward(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from .params import STATE_FIELDS
+from .params import state_names
 from .problem import Layout, Problem
 from .records import Axes, RowRef, StateRef, Strides, Tensor
 from .results import STATE_RANKS, state_cores
@@ -57,9 +57,10 @@ def misfits(problem: Problem) -> list[str]:
     """Parts of given states that are to be converted before the launch; these are small."""
     given = {"initial_state": problem.initial_state, "dstate": problem.dstate}
     return [
-        f"{name}.{part}"
+        part
         for name, layouts in given.items()
-        for part, layout, inner in zip(STATE_FIELDS, layouts or (), STATE_RANKS, strict=False)
+        if layouts is not None
+        for part, layout, inner in zip(state_names(name), layouts, STATE_RANKS, strict=True)
         if not state_part_fits(layout, inner, problem.state_dtype)
     ]
 
@@ -123,20 +124,18 @@ class Arrays:
             if not state_part_fits(layout, inner, self.problem.state_dtype):
                 strides = contiguous_strides(layout.shape)
             leads.append(lead_strides(layout.shape[:rank], strides[:rank], self.lead))
-        buffers = tuple(f"{name}.{part}" for part in STATE_FIELDS)
-        return StateRef(buffers, tuple(leads), (0,) * 4)
+        return StateRef(state_names(name), tuple(leads), (0,) * 4)
 
     def new_state(self, name: str) -> StateRef:
         """A contiguous state over the state's leading axes, one of the results."""
         p = self.problem
         leads = []
-        for part, inner in zip(STATE_FIELDS, state_cores(p.d, p.e), strict=True):
+        for part, inner in zip(state_names(name), state_cores(p.d, p.e), strict=True):
             shape = (*p.state_lead, *inner)
-            self.outputs[f"{name}.{part}"] = Buffer(shape, p.state_dtype)
+            self.outputs[part] = Buffer(shape, p.state_dtype)
             strides = contiguous_strides(shape)[: len(p.state_lead)]
             leads.append(lead_strides(p.state_lead, strides, self.lead))
-        buffers = tuple(f"{name}.{part}" for part in STATE_FIELDS)
-        return StateRef(buffers, tuple(leads), (0,) * 4)
+        return StateRef(state_names(name), tuple(leads), (0,) * 4)
 
     def relevelled(self, given: StateRef) -> StateRef:
         """The state `given`, with another k_sum and count for each head."""

@@ -4,6 +4,8 @@ NumPy's aligned structured types follow the C layout rules, so a record's bytes 
 structure that a launch passes by value.
 """
 
+from functools import cache
+
 import numpy as np
 
 MAX_RANK = 6
@@ -28,6 +30,14 @@ TENSOR = np.dtype(
 )
 ROW_VECTOR = np.dtype([("data", np.uint64), _LEAD], align=True)
 STATE_FIELDS = ("kv", "k_sum", "v_sum", "count")
+
+
+@cache
+def state_names(name: str) -> tuple[str, ...]:
+    """Under which plans know the parts of a state."""
+    return tuple(f"{name}.{field}" for field in STATE_FIELDS)
+
+
 STATE_PARTS = np.dtype(
     [(field, np.uint64) for field in STATE_FIELDS]
     + [(f"{field}_lead", np.int64, (MAX_RANK,)) for field in STATE_FIELDS],

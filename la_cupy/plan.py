@@ -12,7 +12,7 @@ from math import prod
 from . import dtypes
 from .device import DeviceInfo
 from .layouts import Buffer
-from .params import STATE_FIELDS
+from .params import state_names
 from .planner import Cut, Planner
 from .problem import Layout, Problem
 from .records import Launch, RowRef, Tensor
@@ -189,8 +189,9 @@ def _key_gradients(planner: Planner, rows: dict[str, RowRef]) -> None:
 
 def _sums_of_states(planner: Planner) -> Iterator[Reduction]:
     """From the state's leading axes and type to those of the parts that were given."""
-    for part, layout in zip(STATE_FIELDS, planner.p.initial_state or (), strict=False):
-        name = f"dinitial_state.{part}"
+    if planner.p.initial_state is None:
+        return
+    for name, layout in zip(state_names("dinitial_state"), planner.p.initial_state, strict=True):
         made = planner.arrays.outputs[name]
         if (made.shape, made.dtype) != (layout.shape, layout.dtype):
             yield Reduction(name, name, layout.shape, layout.dtype)
