@@ -5,6 +5,7 @@ are parameters of the launch: a new length never compiles.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 from .checks import FEATURE_MAPS
@@ -543,6 +544,7 @@ def _fits(spec: SweepSpec | StateSpec, device: DeviceInfo) -> bool:
     return tiles and spec.waiting <= most
 
 
+@cache
 def resident_blocks(spec: WalkSpec | StateSpec, device: DeviceInfo) -> int:
     """Blocks that run at once on the device: the registers and the shared memory bound them."""
     by_shared = device.shared_per_multiprocessor // (spec.shared_bytes + _BLOCK_RESERVED)

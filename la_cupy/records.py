@@ -396,14 +396,3 @@ class Parameters:
             if self._mapped[i] != address:  # making a map takes longer than all the rest
                 self.bytes[offset : offset + MAP_BYTES] = encode(tensor_map, address)
                 self._mapped[i] = address
-
-
-def fill(
-    launch: Launch,
-    addresses: Mapping[str, int],
-    encode: Callable[[TensorMap, int], bytes] = encode,
-) -> bytearray:
-    """The parameters of one launch, with the buffers' addresses in their places."""
-    parameters = Parameters(launch)
-    parameters.fill(addresses, encode)
-    return parameters.bytes

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 from emulation import runner
-from emulation.backend import H200, emulated_map
+from emulation.backend import H200, filled
 from la_cupy.interop import _jax_cuda, _jax_ffi, _jax_lowering
 from la_cupy.interop._jax_cuda import Program, Route
 
-from la_cupy.records import Launch, fill, suited
+from la_cupy.records import Launch, suited
 
 TARGET = "la_cupy_emulated"
 launched: list[Program] = []
@@ -48,10 +48,10 @@ def _launch(text: bytes, device: int, stream: int, addresses: list[int]) -> None
 
 def _run(launches: list[Launch], library: Any, named: dict[str, int]) -> None:
     for launch in launches:
-        record = fill(launch, named, emulated_map)
+        record = filled(launch, named)
         spec = launch.spec
         library.launch(
-            spec.name, launch.grid, spec.threads, spec.shared_bytes, bytes(record), order="forward"
+            spec.name, launch.grid, spec.threads, spec.shared_bytes, record, order="forward"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from emulation import runner
-from emulation.backend import emulated_map
+from emulation.backend import emulated_map, filled
 from plans import array, assert_runnable
 from specialisations import A100, ARITHMETICS, B200, H200, KERNELS, L40, specialisations
 
@@ -28,7 +28,7 @@ from la_cupy.params import (
 )
 from la_cupy.plan import forward_plan
 from la_cupy.problem import forward_problem
-from la_cupy.records import Axes, Parameters, fill, merge
+from la_cupy.records import Axes, Parameters, merge
 
 # --- leading axes
 
@@ -173,5 +173,5 @@ def test_parameters_filled_again_are_as_new(dtype: str) -> None:
             for new in (len(launch.maps), 0):
                 made.clear()
                 parameters.fill(addresses, encode)
-                assert parameters.bytes == fill(launch, addresses, emulated_map)
+                assert parameters.bytes == filled(launch, addresses)
                 assert len(made) == new

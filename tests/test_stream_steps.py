@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from cases import Case, make_inputs
 from emulation import runner
-from emulation.backend import H200, emulated_map
+from emulation.backend import H200, filled
 from plans import sums
 from test_kernels_emulated import Emulation
 from test_stream import ONE_BLOCK, SIZES, a_case, far_apart, scaled
@@ -31,7 +31,7 @@ from la_cupy.kernels import StreamedSpec
 from la_cupy.params import PARAMS, STREAM_PARAMS
 from la_cupy.plan import Plan
 from la_cupy.problem import backward_problem, forward_problem
-from la_cupy.records import Launch, fill
+from la_cupy.records import Launch
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 
@@ -165,7 +165,7 @@ class Watched:
             empty.reshape(-1).view(np.uint8).fill(0xFF)
             buffers[name] = runner.fenced(empty)
         addresses = {name: buffers[name].ctypes.data for _, name, _ in self.launch.pointers}
-        record = bytes(fill(self.launch, addresses, emulated_map))
+        record = filled(self.launch, addresses)
         library = runner.build([spec.name], includes=[spec.source], replace=switched())
         with left_out(library, missing):
             library.launch(

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from cases import Case, Inputs
 from emulation import runner
-from emulation.backend import H200, emulated_map
+from emulation.backend import H200, filled
 from gpu_helpers import Moat, in_moat
 from measures import name_results
 
 import la_cupy as la
 from la_cupy.layouts import Buffer
 from la_cupy.plan import Plan, backward_plan, forward_plan
-from la_cupy.records import fill, suited
+from la_cupy.records import suited
 
 torch = pytest.importorskip("torch")
 from la_cupy.interop import _torch_run
@@ -134,7 +134,7 @@ class EmulatedGpu(_torch_run.Cuda):
         library = runner.build(names, includes=sources)
         for launch in launches:
             spec = launch.spec
-            record = bytes(fill(launch, addresses, emulated_map))
+            record = filled(launch, addresses)
             library.launch(spec.name, launch.grid, spec.threads, spec.shared_bytes, record)
 
 

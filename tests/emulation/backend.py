@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -17,7 +18,7 @@ from la_cupy.layouts import state_part_fits
 from la_cupy.params import MAP_BYTES, STATE_FIELDS
 from la_cupy.plan import Plan, backward_plan, forward_plan
 from la_cupy.problem import Layout, Problem
-from la_cupy.records import fill, suited
+from la_cupy.records import Launch, Parameters, suited
 from la_cupy.results import Gradients, State
 from la_cupy.tensor_maps import ALIGNMENT, BOX, TensorMap
 
@@ -111,14 +112,14 @@ class Backend:
             return self.reduce(plan, buffers)
         library = runner.build(names, includes=sources, replace=self.replace)
         for launch in launches:
-            record = fill(launch, addresses, emulated_map)
+            record = filled(launch, addresses)
             spec = launch.spec
             library.launch(
                 spec.name,
                 launch.grid,
                 spec.threads,
                 spec.shared_bytes,
-                bytes(record),
+                record,
                 order=self.order,
             )
         self.reduce(plan, buffers)
@@ -133,6 +134,13 @@ class Backend:
             )
             wide = x.astype(np.float64 if x.dtype == np.float64 else np.float32).sum(axis=axes)
             buffers[r.result] = wide.astype(dtypes.numpy_dtype(r.dtype)).reshape(r.shape)
+
+
+def filled(launch: Launch, addresses: Mapping[str, int]) -> bytes:
+    """The parameters of one launch, with the buffers' addresses in their places."""
+    parameters = Parameters(launch)
+    parameters.fill(addresses, emulated_map)
+    return bytes(parameters.bytes)
 
 
 def emulated_map(tensor_map: TensorMap, address: int) -> bytes:
