@@ -64,7 +64,7 @@ struct SweepConfig {
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kMinBlocks) / 8 * 8;
   static constexpr bool kShares = Arith::kWarpgroups && kLaunchRegisters < 200;
   static constexpr int kWorkerRegisters =
-      Loaders < kWorkers ? 168 : Inner == 64 || kSame<Role, GradK> ? 144 : 152;
+      Loaders < kWorkers ? 168 : Inner == 64 ? 144 : 152;
   static constexpr int kLoaderRegisters = (kLaunchRegisters * kThreads / 32 - kWorkerRegisters * kWorkers) / Loaders / 8 * 8;
   template <int Registers>
   static LA_DEVICE void share_registers() {
