@@ -10,7 +10,7 @@ from itertools import product
 
 from .checks import FEATURE_MAPS
 from .device import DeviceInfo
-from .params import DOTS
+from .params import DOTS, MAX_RANK, STEP_KEYS, STEP_QUERIES, STEP_WIDTH
 
 ARITHMETIC = {"bfloat16": "Bf16", "float16": "Tf32", "float64": "F64"}
 """float16 is computed in TF32, which holds its numbers exactly and its sums without overflow."""
@@ -66,6 +66,11 @@ class KernelSpec:
     def element(self) -> int:
         """Bytes of an element of a shared tile."""
         return _ELEMENT[self.arith]
+
+    @property
+    def packet(self) -> int:
+        """Elements of a row that are read together."""
+        return 16 // self.element
 
     @property
     def accumulator(self) -> int:
@@ -356,9 +361,46 @@ class RelevelSpec:
         return f"la::relevel<{'double' if self.double else 'float'}>"
 
 
+@dataclass(frozen=True)
+class StepSpec:
+    """`step`: the forward pass of a few positions that follow a state."""
+
+    double: bool
+    d: int  # of its threads; all widths have one kernel
+
+    target = None
+    source = "step.cu"
+
+    @property
+    def name(self) -> str:
+        """The kernel's C++ name."""
+        return f"la::step<{'double' if self.double else 'float'}>"
+
+    @property
+    def threads(self) -> int:
+        return -(-self.d // 32) * 32
+
+    @property
+    def packet(self) -> int:
+        """Numbers that are read together; kVector of the kernel."""
+        return 2 if self.double else 4
+
+    @property
+    def columns(self) -> int:
+        """Columns of a state that a block has; kColumns of the kernel."""
+        return 16 * self.packet
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of struct Shared of the kernel."""
+        keys, queries, width, size = STEP_KEYS, STEP_QUERIES, STEP_WIDTH, 8 if self.double else 4
+        numbers = (keys + queries + 1) * width + (keys + 1 + queries * width // 32) * self.columns
+        return (numbers + queries) * size + 20 * queries + 4 * MAX_RANK + 8
+
+
 StreamedSpec = StreamSpec | KeyValueSpec  # whose arrays need tensor maps
 WalkSpec = SweepSpec | StreamedSpec
-Spec = WalkSpec | StateSpec | ScanSpec | RelevelSpec
+Spec = WalkSpec | StateSpec | ScanSpec | RelevelSpec | StepSpec
 
 
 def _slices(arith: str, inner: int) -> int:

@@ -86,6 +86,14 @@ _STREAM_FIELDS = [
 STREAM_PARAMS = np.dtype(  # maps are aligned to 64 bytes
     [*_STREAM_FIELDS, ("unused", np.dtype((np.void, -np.dtype(_STREAM_FIELDS).itemsize % 64)))]
 )
+STEP_PARAMS = np.dtype([("p", PARAMS), ("feature", np.int32)], align=True)
+STEP_WIDTH = 256
+"""The widest rows of q and k that `step` takes; kStepWidth in step.cu."""
+STEP_KEYS = 16
+"""Keys that `step` takes at most; kStepKeys in step.cu."""
+STEP_QUERIES = 8
+"""Queries that it works on at a time; kStepQueries in step.cu."""
+
 SCAN_PARAMS = np.dtype(
     [(name, STATE_PARTS) for name in ("slots", "start", "total")]
     + [

@@ -11,6 +11,7 @@ from .kernels import (
     QUERIES,
     KeyValueSpec,
     StateSpec,
+    StepSpec,
     StreamedSpec,
     StreamSpec,
     SweepSpec,
@@ -23,7 +24,7 @@ from .kernels import (
     sweep_spec,
 )
 from .layouts import Arrays, Buffer
-from .params import DOTS
+from .params import DOTS, STEP_KEYS
 from .problem import Problem
 from .records import (
     Axes,
@@ -35,12 +36,16 @@ from .records import (
     Walk,
     relevel_launch,
     scan_launch,
+    step_launch,
     stream_launch,
     walk_launch,
 )
 
 GRANULE = 64
 """Segments are cut at multiples of this many positions, which every chunk length divides."""
+
+_STEP_ROWS = 64
+"""Rows of q for a state that `step` takes one after the other, before it takes longer than to read the state again."""
 
 # `stream` multiplies a / b, or a and b, with lengths of rows and counts: 1e30 and 1e5 are in range then.
 _FARTHEST = 1e3
@@ -412,6 +417,9 @@ class Planner:
     def forward(self, out: Tensor | None, den: RowRef, final: StateRef | None) -> None:
         """den, and where they are given a place, out and the final state."""
         p, arrays = self.p, self.arrays
+        if out is not None and self.is_step():
+            self.launches.append(self.step(out, den, final))
+            return
         spec = self.spec("Forward")
         if out is not None:
             spec = self.narrowed(spec)
@@ -429,3 +437,29 @@ class Planner:
         if out is not None:
             tensors["dst"] = out
         self.launches += self.walk(spec, cut, tensors, {"den": den}, final)
+
+    def is_step(self) -> bool:
+        """Whether a few positions follow a state, so that it takes the time to read and write this."""
+        p = self.p
+        rows = p.n * prod(p.lead[i] for i in self.arrays.state_axes.group)
+        return (
+            p.initial_state is not None
+            and 1 <= p.n <= STEP_KEYS
+            and 1 <= p.m <= STEP_KEYS
+            and 1 <= rows <= _STEP_ROWS
+            and prod(p.state_lead) > 0
+        )
+
+    def step(self, out: Tensor, den: RowRef, final: StateRef | None) -> Launch:
+        p, arrays = self.p, self.arrays
+        self.reasons.append(
+            f"{p.n} queries and {p.m} keys follow a state, which one launch reads and writes once"
+        )
+        spec = StepSpec(p.state_dtype == "float64", p.d)
+        states = {"start": arrays.given_state("initial_state")}
+        states |= {"final": final} if final is not None else {}
+        shift = p.m - p.n if self.causal else p.m
+        course = Course(0, shift, chunks=1, each=1, splits=-(-p.e // spec.columns))
+        tensors = {name: arrays.tensor(name) for name in ("q", "k", "v")} | {"dst": out}
+        walk = Walk(arrays.state_axes, course, tensors, {"den": den}, states)
+        return step_launch(p, spec, walk)

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 
 from . import costs, dtypes
+from .checks import FEATURE_MAPS
 from .kernels import (
     KeyValueSpec,
     RelevelSpec,
     ScanSpec,
     Spec,
     StateSpec,
+    StepSpec,
     StreamedSpec,
     SweepSpec,
     WalkSpec,
@@ -31,6 +33,7 @@ from .params import (
     SCAN_PARAMS,
     SCAN_WIDTH,
     STATE_FIELDS,
+    STEP_PARAMS,
     STREAM_PARAMS,
 )
 from .problem import Problem
@@ -144,7 +147,7 @@ def merge(axes: Axes, strides: list[Strides]) -> tuple[list[int], int, list[list
 class _Record:
     """A record under construction, with the places where addresses belong.
 
-    Fields of a walk are called by their names in Params, also where the record is one of `stream`.
+    Fields of a walk are called by their names in Params, also where the record has more than these.
     """
 
     def __init__(self, dtype: np.dtype, state_dtype: str) -> None:
@@ -157,8 +160,8 @@ class _Record:
 
     @property
     def walk(self) -> Any:
-        """The parameters of a walk, before which stands what only `stream` has."""
-        return self.values[0]["p"] if self.dtype is STREAM_PARAMS else self.values[0]
+        """The parameters of a walk, beside which stands what only `stream` or `step` has."""
+        return self.values[0]["p"] if self._own("p") else self.values[0]
 
     def _own(self, name: str) -> bool:
         return name in (self.dtype.names or ())
@@ -280,7 +283,7 @@ def _shape(problem: Problem, spec: StreamedSpec, name: str) -> tuple[int, int]:
 
 
 def _put_walk(
-    record: _Record, problem: Problem, spec: WalkSpec | StateSpec, walk: Walk
+    record: _Record, problem: Problem, spec: WalkSpec | StateSpec | StepSpec, walk: Walk
 ) -> tuple[list[int], dict[str, list[int]]]:
     """Fill in a walk; returns the sizes of the leading axes, and the tensors' strides on them."""
     strides = [t.lead for t in walk.tensors.values()] + [r.lead for r in walk.rows.values()]
@@ -289,7 +292,7 @@ def _put_walk(
     leads = dict(zip(walk.tensors, merged, strict=False))
     taken = iter(merged)
     for name, tensor in walk.tensors.items():
-        record.tensor(name, tensor, next(taken), 16 // spec.element)
+        record.tensor(name, tensor, next(taken), spec.packet)
     for name, ref in walk.rows.items():
         record.rows(name, ref, next(taken))
     for name, state in walk.states.items():
@@ -306,6 +309,14 @@ def _put_walk(
     p["a"], p["b"] = options.a, options.b
     p["a_float"], p["b_float"] = options.a, options.b
     return sizes, leads
+
+
+def step_launch(problem: Problem, spec: StepSpec, walk: Walk) -> Launch:
+    """The launch of `step`, which is a walk of one turn."""
+    record = _Record(STEP_PARAMS, problem.state_dtype)
+    _put_walk(record, problem, spec, walk)
+    record.values[0]["feature"] = FEATURE_MAPS.index(problem.options.feature_map)
+    return record.launch(spec, walk.grid)
 
 
 def scan_launch(

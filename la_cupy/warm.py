@@ -29,7 +29,7 @@ _LENGTH = 1 << 20
 
 def specs(device: DeviceInfo, kind: str, width: int, feature: str) -> list[Spec]:
     """The kernels for D = E = `width`, causal or not, forward and backward, with states, k and v of
-    a head's own or shared.
+    a head's own or shared; and for single steps.
 
     Lengths, batches, strides and the other options need no kernels of their own, and neither
     does a width that is padded to the same power of two.
@@ -51,6 +51,9 @@ def specs(device: DeviceInfo, kind: str, width: int, feature: str) -> list[Spec]
         backward = backward_problem(queries, queries, rows, rows, dstate=state, **options)
         for plan in (forward_plan(forward, device, True), backward_plan(backward, device, True)):
             found |= {spec: None for launch in plan.launches for spec in launch.specs}
+    one = _stand_in(dtype, 1, 1, width)
+    step = forward_plan(forward_problem(one, one, one, initial_state=state), device, True)
+    found |= {launch.spec: None for launch in step.launches}
     return list(found)
 
 

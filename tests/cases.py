@@ -299,6 +299,28 @@ def _table() -> list[Case]:
     t.add("length-1031-bfloat16", causal=True, lead=(1,), n=1031, d=24, dtype="bfloat16")
     t.add("ragged-both", causal=True, lead=(1,), n=300, m=450, d=20, initial="full", dstate="full")
 
+    # a few positions behind a state, which have a kernel of their own
+    step: dict[str, Any] = {"causal": True, "initial": "full", "dstate": "full"}
+    for kind in kinds:
+        t.add(f"step-{kind}", n=1, d=40, e=72, **step, **_kind(kind))
+        t.add(
+            f"step-3-{kind}", n=3, d=130, e=33, lead=(1,), layout="unaligned", **step, **_kind(kind)
+        )
+    for feature_map in ("elu1", "relu", "silu", "exp"):
+        t.add(f"step-{feature_map}", n=2, d=20, feature_map=feature_map, **step)
+    for name, n, m in (("16", 16, 16), ("N<M", 4, 16), ("N>M", 16, 5)):
+        t.add(f"step-{name}", n=n, m=m, d=24, **step)
+        t.add(f"step-{name}-not-causal", n=n, m=m, d=24, **step | {"causal": False})
+    # heads that share a state, more of them than are treated at a time; and so many that they have blocks of their own
+    for heads in (5, 30):
+        q, kv = (2, heads, 3, 40), (2, 1, 3, 40)
+        t.add(f"step-grouped-{heads}", q=q, k=kv, v=kv, dtype="bfloat16", **step)
+    t.add("step-wide", q=(3, 2, 24), k=(1, 2, 24), v=(1, 2, 24), **step | {"initial": "wide"})
+    for data in ("zeros", "tiny", "huge"):
+        t.add(f"step-{data}", n=2, d=40, data=data, **step)
+    t.add("step-plain", n=1, a=0.0, qk_norm=None, normalize=False, **step)
+    t.add("step-256", n=1, d=256, e=200, lead=(1,), dtype="float64", **step)
+
     # signed sums near and at zero; sums beyond float16; large dout
     for data in ("small_product", "tiny_product"):
         t.add(data, lead=(2,), n=1, d=1, a=0.0, qk_norm=None, data=data)

@@ -24,6 +24,7 @@ from la_cupy.kernels import (
     ScanSpec,
     Spec,
     StateSpec,
+    StepSpec,
     StreamedSpec,
     WalkSpec,
     resident_blocks,
@@ -35,6 +36,8 @@ from la_cupy.params import (
     SCAN_NUMBERS,
     SCAN_PARAMS,
     SCAN_WIDTH,
+    STEP_KEYS,
+    STEP_PARAMS,
     STREAM_PARAMS,
 )
 from la_cupy.plan import Plan, backward_plan, forward_plan
@@ -74,8 +77,12 @@ def problems(
 def lacks_plan(problem: Problem, device: DeviceInfo) -> bool:
     """What has no kernel: causal float64, wide, on a device whose blocks have 99 KiB of shared memory.
 
-    The forward walk has D inner columns; the backward walks have D (dv) or E (dq, dk).
+    The forward walk has D inner columns; the backward walks have D (dv) or E (dq, dk). A few positions
+    behind a state need no walk.
     """
+    few = problem.initial_state is not None and 1 <= min(problem.n, problem.m)
+    if problem.dout is None and few and max(problem.n, problem.m) <= STEP_KEYS:
+        return False
     inner = problem.d if problem.dout is None else max(problem.d, problem.e)
     masked = problem.options.causal and prod(problem.lead) > 0
     little = device.shared_per_block == 101376
@@ -133,9 +140,11 @@ def case_plans(case: Case, device: DeviceInfo) -> list[Plan]:
 
 
 def record(launch: Launch) -> Any:
-    """The parameters of a launch; those of `stream` are the walk's, which stand behind the maps."""
+    """The parameters of a launch; of `stream` and `step` those that every walk has."""
     if isinstance(launch.spec, StreamedSpec):
         return np.frombuffer(launch.record, STREAM_PARAMS)[0]["p"]
+    if isinstance(launch.spec, StepSpec):
+        return np.frombuffer(launch.record, STEP_PARAMS)[0]["p"]
     kinds = {ScanSpec: SCAN_PARAMS, RelevelSpec: RELEVEL_PARAMS}
     return np.frombuffer(launch.record, kinds.get(type(launch.spec), PARAMS))[0]
 
@@ -166,7 +175,7 @@ def assert_runnable(plan: Plan) -> None:
             x for x in names - made - given if not x.startswith(("initial_state.", "dstate."))
         }
         assert not strange, f"{spec.name} uses {strange}, which nobody makes"
-        walks = isinstance(spec, KernelSpec)
+        walks = isinstance(spec, KernelSpec | StepSpec)
         heads = prod(p["size"][: p["outer"] if walks else p["rank"]].tolist())
         if isinstance(spec, ScanSpec):
             of_block = SCAN_WIDTH * SCAN_NUMBERS
@@ -180,6 +189,11 @@ def assert_runnable(plan: Plan) -> None:
         elif isinstance(spec, RelevelSpec):
             assert spec.threads == 32 * RELEVEL_ROWS
             assert launch.grid == heads * -(-(int(p["d"]) + 1) // RELEVEL_ROWS)
+        elif isinstance(spec, StepSpec):
+            assert spec.threads >= plan.problem.d and int(p["segments"]) == 1
+            assert max(plan.problem.n, plan.problem.m) <= STEP_KEYS
+            assert launch.grid == heads * int(p["splits"])
+            assert_covers_columns(plan.problem, spec, p)
         else:
             parts = heads * int(p["segments"]) * int(p["splits"])
             if isinstance(spec, StreamedSpec):  # whose blocks go on from part to part
@@ -244,12 +258,12 @@ def assert_fits(spec: Spec, device: DeviceInfo) -> None:
         assert spec.resident >= 1 and register_limit(spec) >= least, spec.name
 
 
-def width_of_result(problem: Problem, spec: WalkSpec | StateSpec) -> int:
+def width_of_result(problem: Problem, spec: WalkSpec | StateSpec | StepSpec) -> int:
     over_d = isinstance(spec, WalkSpec) and spec.role in ("GradQ", "GradK")
     return problem.d if over_d else problem.e
 
 
-def assert_covers_columns(problem: Problem, spec: WalkSpec | StateSpec, p: Any) -> None:
+def assert_covers_columns(problem: Problem, spec: WalkSpec | StateSpec | StepSpec, p: Any) -> None:
     """The splits are blocks of the result's columns; in the pre-pass, times blocks of kv's rows."""
     width, splits, row_blocks = width_of_result(problem, spec), int(p["splits"]), 1
     if isinstance(spec, KeyValueSpec):  # both results, of one padded width
@@ -258,7 +272,7 @@ def assert_covers_columns(problem: Problem, spec: WalkSpec | StateSpec, p: Any) 
         assert spec.row >= problem.d, f"{spec.name}: features of D = {problem.d} need whole rows"
         assert spec.inner <= 128 and spec.row % spec.inner == 0, spec.name
         row_blocks = next(i for i in range(1, problem.d + 2) if i * spec.inner >= problem.d)
-    else:
+    elif not isinstance(spec, StepSpec):
         inner = problem.d + problem.e - width
         assert spec.inner >= inner, f"{spec.name}: {inner} inner columns"
     assert splits % row_blocks == 0, f"{spec.name}: {splits} splits for D = {problem.d}"

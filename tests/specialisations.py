@@ -20,12 +20,14 @@ from la_cupy.kernels import (
     ScanSpec,
     Spec,
     StateSpec,
+    StepSpec,
     WalkSpec,
     key_value_spec,
     state_spec,
     stream_spec,
     sweep_spec,
 )
+from la_cupy.params import STEP_WIDTH
 
 A100 = DeviceInfo("A100", 80, 108, 166912, 167936)
 L40 = DeviceInfo("L40", 89, 142, 101376, 102400)
@@ -43,6 +45,14 @@ KERNELS = (
 """(role of a walk, causal), or what `accumulate` sums over."""
 
 MatrixSpec = WalkSpec | StateSpec
+OTHERS: tuple[Spec, ...] = (
+    ScanSpec(False),
+    ScanSpec(True),
+    RelevelSpec(True),
+    StepSpec(False, STEP_WIDTH),
+    StepSpec(True, STEP_WIDTH),
+)
+"""Kernels of which there is one for each type of the sums; `relevel` needs most in float64."""
 
 
 def matrix_spec(
@@ -117,7 +127,7 @@ def specialisations(
     kernels: Sequence[tuple[str, bool]] = KERNELS,
     features: Sequence[str] = tuple(FEATURES),
 ) -> tuple[MatrixSpec, ...]:
-    """All that plans choose on `device`, for widths 1 .. 256; without `scan`, which has no choices."""
+    """All that plans choose on `device`, for widths 1 .. 256; without OTHERS, which have no choices."""
     found: dict[MatrixSpec, None] = {}
     for arith in arithmetics:
         sizes = widths(arith, device)
@@ -183,6 +193,5 @@ def pairwise(specs: Iterable[MatrixSpec]) -> list[MatrixSpec]:
 
 @cache
 def cover(device: DeviceInfo) -> tuple[Spec, ...]:
-    """A pairwise cover of the specialisations on `device`, and both of `scan` and `relevel`."""
-    others = (kind(double) for kind in (ScanSpec, RelevelSpec) for double in (False, True))
-    return (*pairwise(specialisations(device)), *others)
+    """A pairwise cover of the specialisations on `device`, and OTHERS."""
+    return (*pairwise(specialisations(device)), *OTHERS)

@@ -319,6 +319,10 @@ FAULTS = {  # the case that notices, the file, what is replaced, by what
         "causal-float32-state",
         ("chunk/weights.cuh", r".*// the causal mask\n", ""),
     ),
+    "no causal mask in a step": (
+        "step-N<M",
+        ("step.cu", r"at \+ p\.query_shift \+ 1", "p.m"),
+    ),
     "state never updated": (
         "length-129",
         ("chunk/products.cuh", r"(x = ptx::fma\()scale(, sum)", r"\1Acc(0)\2"),
@@ -355,7 +359,7 @@ BARRIER = re.compile(r"sync_(block|named)\([^;]*\);")
 def barriers() -> list[tuple[str, int]]:
     """Every barrier of the kernels: a file, and which of the barriers there."""
     found = []
-    for path in sorted(runner.KERNELS.glob("chunk/*.cuh")):
+    for path in (*sorted(runner.KERNELS.glob("chunk/*.cuh")), runner.KERNELS / "step.cu"):
         name = path.relative_to(runner.KERNELS).as_posix()
         found += [(name, i) for i, _ in enumerate(BARRIER.finditer(path.read_text()))]
     return found
@@ -371,6 +375,7 @@ def test_a_missing_barrier_is_noticed(file: str, index: int) -> None:
         *("length-129", "causal-grouped-bfloat16", "float32-state"),
         "causal-float64-state",  # alone meets at kDone
         "elu1-bfloat16",  # alone takes products of rows with sums, where not causal
+        "step-grouped-5",
     )
     for name in cases:
         x = make_inputs(BY_NAME[name])

@@ -13,7 +13,7 @@ from emulation.backend import emulated_map, filled
 from plans import array, assert_runnable
 from specialisations import A100, ARITHMETICS, B200, H200, KERNELS, L40, specialisations
 
-from la_cupy.kernels import RelevelSpec, ScanSpec, StreamSpec, SweepSpec
+from la_cupy.kernels import RelevelSpec, ScanSpec, StepSpec, StreamSpec, SweepSpec
 from la_cupy.params import (
     MAP_BYTES,
     MAPS,
@@ -24,6 +24,10 @@ from la_cupy.params import (
     SCAN_NUMBERS,
     SCAN_PARAMS,
     SCAN_WIDTH,
+    STEP_KEYS,
+    STEP_PARAMS,
+    STEP_QUERIES,
+    STEP_WIDTH,
     STREAM_PARAMS,
 )
 from la_cupy.plan import forward_plan
@@ -134,8 +138,20 @@ def test_records_as_the_kernels_have_them() -> None:
         f"static_assert(la::kScanNumbers == {SCAN_NUMBERS});",
         f"static_assert(la::kRelevelRows == {RELEVEL_ROWS});",
         f"static_assert(32 * la::kRelevelRows == {RelevelSpec(False).threads});",
+        f"static_assert(la::kStepWidth == {STEP_WIDTH} && la::kStepKeys == {STEP_KEYS});",
+        f"static_assert(la::kStepQueries == {STEP_QUERIES});",
     ]
-    records = {"Params": PARAMS, "ScanParams": SCAN_PARAMS, "RelevelParams": RELEVEL_PARAMS}
+    for double, acc in ((False, "float"), (True, "double")):
+        spec, step = StepSpec(double, 100), f"la::Step<{acc}>"
+        lines.append(f"static_assert(sizeof({step}::Shared) == {spec.shared_bytes});")
+        lines.append(f"static_assert({step}::kColumns == {spec.columns});")
+        lines.append(f"static_assert({step}::kVector == {spec.packet});")
+    records = {
+        "Params": PARAMS,
+        "ScanParams": SCAN_PARAMS,
+        "RelevelParams": RELEVEL_PARAMS,
+        "StepParams": STEP_PARAMS,
+    }
     for name, kind in records.items():
         lines.append(f"static_assert(sizeof(la::{name}) == {kind.itemsize});")
         for field, (_, offset, *_) in (kind.fields or {}).items():
@@ -146,7 +162,7 @@ def test_records_as_the_kernels_have_them() -> None:
     places |= {name: i * MAP_BYTES for i, name in enumerate(MAPS)}
     for field, offset in places.items():
         lines.append(f"static_assert(offsetof(la::StreamParams, {field}) == {offset});")
-    runner.build(["la::scan<float>"], ["scan.cu", "relevel.cu", "sweep.cu"], lines)
+    runner.build(["la::scan<float>"], ["scan.cu", "relevel.cu", "step.cu", "sweep.cu"], lines)
 
 
 # --- addresses

@@ -1,4 +1,4 @@
-// Feature maps phi and their derivatives. To add one: a policy here, under its capitalised name; its formula in
+// Feature maps phi and their derivatives. To add one: a policy here, under its capitalised name, and a case; its formula in
 // la_cupy/features.py and, written anew, in la_cupy/reference.py; and a line in tests/cases.py.
 #pragma once
 #include "ptx/all.cuh"
@@ -40,5 +40,17 @@ struct Exp {
   template <class T> static LA_DEVICE T value(T x) { return ptx::exp(x); }
   template <class T> static LA_DEVICE T derivative(T x) { return ptx::exp(x); }
 };
+
+// phi where it is known at run time only, by its place in la_cupy/features.py.
+template <class T>
+LA_DEVICE T feature_value(i32 feature, T x) {
+  switch (feature) {
+    case 1: return Elu1::value(x);
+    case 2: return Relu::value(x);
+    case 3: return Silu::value(x);
+    case 4: return Exp::value(x);
+    default: return Identity::value(x);
+  }
+}
 
 }  // namespace la

@@ -14,14 +14,6 @@
 
 namespace la {
 
-template <class Acc>
-LA_DEVICE Acc load_element(const Tensor& t, i64 index) {
-  const u64 at = t.data + static_cast<u64>(index * element_bytes(t.dtype));
-  if (t.dtype == kFloat64) return static_cast<Acc>(load_number<double>(at, 0));
-  if (t.dtype == kFloat32) return static_cast<Acc>(load_number<float>(at, 0));
-  return static_cast<Acc>(half_word({{load_2(reinterpret_cast<const void*>(at)), 0, 0, 0}}, 0, t.dtype));
-}
-
 // One column of c0: that of the middle row of v where seven of eight more rows are near it, and 0 otherwise. So v stays as it is,
 // exact, where it has no mean to speak of, but for a column in ten thousand; and an odd row, the first say, does not set the level.
 // Elsewhere v - c0 is exact where v lies between c0 / 2 and 2 c0, which it would not be less a mean. NaN and infinity are near

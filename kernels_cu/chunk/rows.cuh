@@ -52,6 +52,15 @@ template <> struct Range<double> {
   static constexpr double kSmall = 1e-280, kLarge = 1e280, kUp = 0x1p+600, kDown = 0x1p-600;
 };
 
+template <class Acc>
+LA_DEVICE bool in_range(Acc sum) { return sum >= Range<Acc>::kSmall && sum <= Range<Acc>::kLarge; }
+template <class Acc>
+LA_DEVICE Acc scale_for(Acc sum) {
+  return sum < Range<Acc>::kSmall ? Range<Acc>::kUp : sum > Range<Acc>::kLarge ? Range<Acc>::kDown : Acc(1);
+}
+template <class Acc>
+LA_DEVICE Acc inverse_root(Acc sum) { return sum > Acc(0) ? ptx::reciprocal_sqrt(sum) : sum; }  // NaN for NaN
+
 // What phi makes of elements outside the array, where phi(0) need not be 0: a zero; anything; or zero by itself, since phi(0) is
 // taken off everywhere. To ask whether an element exists takes registers.
 enum Outside { kZero, kAny, kShifted };
@@ -396,12 +405,6 @@ struct Rows {
       sum[pass] = shuffle_from(g & 1 ? c[pass][2 * pass + 1] : c[pass][2 * pass], g * 4 + g / 2);
     }
   }
-
-  static LA_DEVICE bool in_range(Acc sum) { return sum >= Range<Acc>::kSmall && sum <= Range<Acc>::kLarge; }
-  static LA_DEVICE Acc scale_for(Acc sum) {
-    return sum < Range<Acc>::kSmall ? Range<Acc>::kUp : sum > Range<Acc>::kLarge ? Range<Acc>::kDown : Acc(1);
-  }
-  static LA_DEVICE Acc inverse_root(Acc sum) { return sum > Acc(0) ? ptx::reciprocal_sqrt(sum) : sum; }  // NaN for NaN
 
   // v / |v|, if rows are to have length 1.
   static LA_DEVICE void normalise(const Params& p, Batch& v, Norms& norms) {

@@ -188,8 +188,6 @@ struct Score {
     }
   }
 
-  static LA_DEVICE bool in_range(float sum) { return sum >= Range<float>::kSmall && sum <= Range<float>::kLarge; }
-
   // Packet i of the lane's in a row. Two rows side by side begin with different ones, so that they fill a line of shared memory.
   static LA_DEVICE int packet(int i) { return (lane_id() & 3) + (i ^ (lane_row() & 1)) * 4; }
 

@@ -83,6 +83,22 @@ LA_DEVICE u64 encode_element(i32 dtype, double x) {
   return encode_element(dtype, static_cast<float>(x));
 }
 
+LA_DEVICE void store_bits(void* p, int size, u64 bits) {
+  if (size == 2) {
+    store_2(p, static_cast<u16>(bits));
+  } else if (size == 4) {
+    store_4(p, static_cast<u32>(bits));
+  } else {
+    store_8(p, {{static_cast<u32>(bits), static_cast<u32>(bits >> 32)}});
+  }
+}
+
+// Numbers of the accumulators' type, as they are.
+LA_DEVICE Word4 encode_packet(const float (&x)[4]) { return {{as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])}}; }
+LA_DEVICE Word4 encode_packet(const double (&x)[2]) {
+  return {{low_word(x[0]), high_word(x[0]), low_word(x[1]), high_word(x[1])}};
+}
+
 // Writes the first `valid` elements of a packet of a shared tile.
 template <class Arith, int Count>
 LA_DEVICE void store_packet(const Tensor& t, char* p, int valid, const unsigned char* from) {
@@ -99,14 +115,7 @@ LA_DEVICE void store_packet(const Tensor& t, char* p, int valid, const unsigned 
     if constexpr (Arith::kFixedType) {
       store_2(p + 2 * i, static_cast<u16>(raw.w[i / 2] >> (i % 2 * 16)));
     } else {
-      const u64 bits = encode_element(t.dtype, reinterpret_cast<const Elem*>(from)[i]);
-      if (size == 2) {
-        store_2(p + 2 * i, static_cast<u16>(bits));
-      } else if (size == 4) {
-        store_4(p + 4 * i, static_cast<u32>(bits));
-      } else {
-        store_8(p + 8 * i, {{static_cast<u32>(bits), static_cast<u32>(bits >> 32)}});
-      }
+      store_bits(p + size * i, size, encode_element(t.dtype, reinterpret_cast<const Elem*>(from)[i]));
     }
   }
 }
@@ -128,5 +137,20 @@ LA_DEVICE T load_number(u64 base, i64 index) {
 
 template <class T>
 LA_DEVICE void store_number(u64 base, i64 index, T x) { store_number(reinterpret_cast<T*>(base) + index, x); }
+
+// One element of an array, by its offset from the first.
+template <class Acc>
+LA_DEVICE Acc load_element(const Tensor& t, i64 index) {
+  const u64 at = t.data + static_cast<u64>(index * element_bytes(t.dtype));
+  if (t.dtype == kFloat64) return static_cast<Acc>(load_number<double>(at, 0));
+  if (t.dtype == kFloat32) return static_cast<Acc>(load_number<float>(at, 0));
+  return static_cast<Acc>(half_word({{load_2(reinterpret_cast<const void*>(at)), 0, 0, 0}}, 0, t.dtype));
+}
+
+template <class Acc>
+LA_DEVICE void store_element(const Tensor& t, i64 index, Acc x) {
+  const int size = element_bytes(t.dtype);
+  store_bits(reinterpret_cast<void*>(t.data + static_cast<u64>(index * size)), size, encode_element(t.dtype, x));
+}
 
 }  // namespace la
