@@ -32,6 +32,8 @@ _ACCUMULATE = 1.6
 # Of `scan`: a megabyte that it reads or writes, and a piece.
 _SCAN_MEGABYTE = 0.77
 _SCAN_PIECE = 0.24
+# Of a block that adds up slots itself: a megabyte of them.
+_ADD_MEGABYTE = 20.0
 
 
 def granule(spec: WalkSpec | StateSpec) -> float:
@@ -79,9 +81,17 @@ def segments(
     return Segments(count, time(count))
 
 
-def walk(spec: StreamedSpec, parts: int, granules: int, blocks: int) -> float:
-    """Of a launch on `blocks` blocks, which share out `parts` parts of `granules` each."""
-    return LAUNCH + shared_out(parts, granules, blocks, granule(spec))
+def walk(spec: StreamedSpec, parts: int, granules: int, blocks: int, added: int) -> float:
+    """Of a launch on `blocks` blocks, which share out `parts` parts of `granules` each.
+
+    At most, a part begins with the sum of `added` bytes.
+    """
+    return LAUNCH + shared_out(parts, granules, blocks, granule(spec)) + adding(parts, blocks, added)
+
+
+def adding(parts: int, blocks: int, most: int) -> float:
+    """Of `blocks` blocks that share out `parts` parts, to add up `most` bytes before one at most."""
+    return -(-parts // blocks) * most * 1e-6 * _ADD_MEGABYTE
 
 
 def scan(moved: int, pieces: int) -> float:

@@ -51,11 +51,12 @@ struct Centre {
   }
 
   LA_DEVICE void begin(const Piece& piece) {
+    const Slots slots = Slots::find(p, piece);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       sum[i] = level[i] = 0;
       if (column() + i >= p.e) continue;
-      if (p.start.kv != 0) sum[i] = load_number<float>(Pipe::start(p, piece).v_sum, column() + i);
+      sum[i] = slots.number(slots.first.v_sum, p.e, column() + i);
       if (Config::kCausal && p.levelled) level[i] = la::level<float, true>(p.v, piece.head, p.m, column() + i);
     }
   }

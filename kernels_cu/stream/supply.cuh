@@ -109,7 +109,8 @@ struct Supply {
   // The sum before the first chunk.
   LA_DEVICE void begin(const Piece& piece) {
     sum = 0;
-    if (p.start.kv != 0 && id() < p.d) sum = load_number<float>(Pipe::start(p, piece).k_sum, id());
+    const Slots slots = Slots::find(p, piece);
+    if (id() < p.d) sum = slots.number(slots.first.k_sum, p.d, id());
   }
 
   // The sums behind the last chunk.
