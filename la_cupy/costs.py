@@ -32,8 +32,8 @@ _ACCUMULATE = 1.6
 # Of `scan`: a megabyte that it reads or writes, and a piece.
 _SCAN_MEGABYTE = 0.77
 _SCAN_PIECE = 0.24
-# Of a block that adds up slots itself: a megabyte of them.
-_ADD_MEGABYTE = 20.0
+# Of a block that adds up the sums of pieces: a megabyte of them.
+_ADD_MEGABYTE = 24.0
 
 
 def granule(spec: WalkSpec | StateSpec) -> float:

@@ -301,7 +301,7 @@ struct KeyValueState {
     typename P::State cells;
     IO::clear(cells);
     sum_g[0] = sum_g[1] = sum_q[0] = sum_q[1] = 0;
-    const Slots slots = Slots::find(p, piece);
+    const Slots<Config> slots(p, piece);
 #pragma unroll 1
     for (i32 i = 0; i < slots.count; ++i) {
       IO::add(cells, p, slots.place(slots.first.kv, i, p.d * p.e), 0);

@@ -55,16 +55,16 @@ struct Pipe {
     i32 at[kArrays][3];
     u64 second;  // as places.dst
 
-    // Roles that walk forwards. To add up counts takes longer.
+    // Of roles that walk forwards. To add up the counts would take longer.
     LA_DEVICE float keys_before(const Params& p) const {
       const i64 first = this->sources.first;
       if (p.adds) return static_cast<float>(first < 0 ? 0 : first < p.m ? first : p.m);
-      return p.start.kv == 0 ? 0.f : load_number<float>(Slots::find(p, *this).first.count, 0);
+      return p.start.kv == 0 ? 0.f : load_number<float>(Slots<Config>(p, *this).first.count, 0);
     }
 
     LA_DEVICE void describe(const StreamParams& params, u32 index) {
       Part<Config>::describe(params.p, index);
-      this->start_count = keys_before(params.p);
+      this->start_count = Config::kHasRows && !Config::Role::kReversed ? keys_before(params.p) : 0.f;
       if constexpr (Config::kKeyValue) second = this->head.template address<typename Config::Arith>(params.of_second);
 #pragma unroll 1
       for (int array = 0; array < kArrays; ++array) {

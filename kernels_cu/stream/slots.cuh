@@ -5,24 +5,23 @@
 
 namespace la {
 
+// Where they are, one behind the other in the order of the walk.
+template <class Config>
 struct Slots {
+  static constexpr bool kReversed = Config::Role::kReversed;
   StatePlace first;
-  i32 count, step;  // how many, none where the sums begin with zeros; from one to the next
+  i32 count;  // none where the sums begin with zeros
 
-  template <class Config>
-  static LA_DEVICE Slots find(const Params& p, const Part<Config>& part) {
-    constexpr bool kReversed = Config::Role::kReversed;
-    if (p.start.kv == 0) return {};
-    if (!p.adds) return {StatePlace::find<float>(p.start, part.head, p, part.first_slot(p)), 1, 0};
-    const i32 before = kReversed ? p.segments - 1 - part.segment : part.segment;
-    return {StatePlace::find<float>(p.start, part.head, p, kReversed ? p.segments * p.pieces - 1 : 0), before * p.pieces,
-            kReversed ? -1 : 1};
+  LA_DEVICE Slots(const Params& p, const Part<Config>& part) {
+    const i64 last = static_cast<i64>(p.segments) * p.pieces - 1;
+    first = StatePlace::find<float>(p.start, part.head, p, !p.adds ? part.first_slot(p) : kReversed ? last : 0);
+    count = p.start.kv == 0 ? 0 : !p.adds ? 1 : (kReversed ? p.segments - 1 - part.segment : part.segment) * p.pieces;
   }
 
-  // Where the `i`th slot has a part of the state, which is of `size` numbers and begins in the first slot `at`.
-  LA_DEVICE u64 place(u64 at, i32 i, i32 size) const { return at + static_cast<u64>(static_cast<i64>(i * step) * size * 4); }
+  // From a part of the state, of `size` numbers, `i` slots on.
+  static LA_DEVICE u64 place(u64 at, i32 i, i32 size) { return at + static_cast<u64>(static_cast<i64>(i) * size * (kReversed ? -4 : 4)); }
 
-  // One number of a part of the state. Several slots are on their way together.
+  // One number of it, from all slots. Several are on their way together.
   LA_DEVICE float number(u64 at, i32 size, i32 index) const {
     constexpr int kAhead = 4;
     float sum = 0;

@@ -192,7 +192,7 @@ struct StateWork {
     typename P::State cells;
     IO::clear(cells);
     sum[0] = sum[1] = 0;
-    const Slots slots = Slots::find(p, piece);
+    const Slots<Config> slots(p, piece);
     const i32 size = Config::kGradQ ? p.d : p.e;
 #pragma unroll 1
     for (i32 i = 0; i < slots.count; ++i) {

@@ -109,8 +109,9 @@ struct Supply {
   // The sum before the first chunk.
   LA_DEVICE void begin(const Piece& piece) {
     sum = 0;
-    const Slots slots = Slots::find(p, piece);
-    if (id() < p.d) sum = slots.number(slots.first.k_sum, p.d, id());
+    const Slots<Config> slots(p, piece);
+    const i32 own = id() + unknown_zero();  // or an index would be kept in registers
+    if (own < p.d) sum = slots.number(slots.first.k_sum, p.d, own);
   }
 
   // The sums behind the last chunk.
