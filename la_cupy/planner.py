@@ -61,7 +61,7 @@ class Cut:
     length: int  # positions in a segment
     start: StateRef | None
     pieces: int = 0  # slots of `start` that a segment has; 0: there is one state for all
-    scan: Launch | None = None  # makes states of the slots, where the walk adds these up itself
+    scan: Launch | None = None  # of slots that `stream` adds up itself: for `sweep` in its place
 
     @property
     def states(self) -> dict[str, StateRef]:
@@ -183,7 +183,7 @@ class Planner:
             return scan, False
         parts = self.axes(walk.role).heads * self.splits(walk) * segments
         blocks = min(parts, resident_blocks(walk, self.device))
-        add = costs.adding(parts, blocks, pieces * state // self.splits(walk))
+        add = costs.adding(walk, parts, blocks, pieces * state // self.splits(walk))
         return min((scan, False), (add, True))
 
     def walk_segment(self, spec: WalkSpec) -> int:
@@ -247,6 +247,10 @@ class Planner:
 
             fine = min(filter(fits, range(1, room + 1)), key=time)
             adds = self.joining(walk, pieces, fine)[1]
+            if adds:
+                self.reasons.append(
+                    f"{walk.role} adds up the sums before each segment itself: a scan takes longer"
+                )
         segment, pieces = segment // fine, pieces * fine
         skip = fine if total is None else 0  # pieces left out: the first if reversed, or the last
         begin = segment * skip if is_reversed else 0

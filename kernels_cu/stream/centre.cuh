@@ -55,7 +55,7 @@ struct Centre {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       sum[i] = level[i] = 0;
-      const int own = column() + i + unknown_zero();  // or it would be kept in a register, as an index has it
+      const int own = column() + i + unknown_zero();  // or what follows of it would be kept in registers
       if (own >= p.e) continue;
       sum[i] = slots.number(slots.first.v_sum, p.e, own);
       if (Config::kCausal && p.levelled) level[i] = la::level<float, true>(p.v, piece.head, p.m, own);

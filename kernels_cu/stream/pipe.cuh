@@ -1,7 +1,7 @@
 // The shared memory of a block of `stream`, and how its warps hand chunks to each other: each barrier stands for a thing of which
 // there are several, and is waited for in turn.
 //
-//   full      a slot has the rows of a chunk                          courier -> suppliers, centre (or KeyLength)
+//   full      a slot has the rows of a chunk                          courier -> suppliers, centre (or KeyLength), state
 //   ready     the same, transformed, and the sums before it           suppliers (a group), centre -> scores, state
 //   free      a slot is no longer read                                scores, state, centre (or the sender) -> courier
 //   made      weights of a chunk, and what its rows are made with     scores -> state

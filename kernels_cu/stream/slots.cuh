@@ -5,7 +5,7 @@
 
 namespace la {
 
-// Where they are, one behind the other in the order of the walk.
+// Where these lie, in the order of the walk.
 template <class Config>
 struct Slots {
   static constexpr bool kReversed = Config::Role::kReversed;
@@ -18,10 +18,10 @@ struct Slots {
     count = p.start.kv == 0 ? 0 : !p.adds ? 1 : (kReversed ? p.segments - 1 - part.segment : part.segment) * p.pieces;
   }
 
-  // From a part of the state, of `size` numbers, `i` slots on.
+  // Where the slot `i` behind the first has a part of the state, of `size` numbers.
   static LA_DEVICE u64 place(u64 at, i32 i, i32 size) { return at + static_cast<u64>(static_cast<i64>(i) * size * (kReversed ? -4 : 4)); }
 
-  // One number of it, from all slots. Several are on their way together.
+  // One number of it, added up. Several slots are on their way together.
   LA_DEVICE float number(u64 at, i32 size, i32 index) const {
     constexpr int kAhead = 4;
     float sum = 0;

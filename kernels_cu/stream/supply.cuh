@@ -110,7 +110,7 @@ struct Supply {
   LA_DEVICE void begin(const Piece& piece) {
     sum = 0;
     const Slots<Config> slots(p, piece);
-    const i32 own = id() + unknown_zero();  // or an index would be kept in registers
+    const i32 own = id() + unknown_zero();  // or what follows of it would be kept in registers
     if (own < p.d) sum = slots.number(slots.first.k_sum, p.d, own);
   }
 
