@@ -32,6 +32,10 @@ _ACCUMULATE = 1.6
 # Of `scan`: a megabyte that it reads or writes, and a piece.
 _SCAN_MEGABYTE = 0.77
 _SCAN_PIECE = 0.24
+# Of a block that adds up the sums of pieces: a megabyte of them (GradQ has its columns across those of memory); and what of that
+# goes on while its first chunk is on its way.
+_ADD_MEGABYTE = {"Forward": 24.0, "GradQ": 40.0, "GradKV": 24.0}
+_ADD_HIDDEN = 4.7
 
 
 def granule(spec: WalkSpec | StateSpec) -> float:
@@ -79,9 +83,20 @@ def segments(
     return Segments(count, time(count))
 
 
-def walk(spec: StreamedSpec, parts: int, granules: int, blocks: int) -> float:
-    """Of a launch on `blocks` blocks, which share out `parts` parts of `granules` each."""
-    return LAUNCH + shared_out(parts, granules, blocks, granule(spec))
+def walk(spec: StreamedSpec, parts: int, granules: int, blocks: int, added: int) -> float:
+    """Of a launch on `blocks` blocks, which share out `parts` parts of `granules` each.
+
+    At most, a part begins with the sum of `added` bytes.
+    """
+    took = LAUNCH + shared_out(parts, granules, blocks, granule(spec))
+    if added:
+        took += adding(spec, parts, blocks, added)
+    return took
+
+
+def adding(spec: StreamedSpec, parts: int, blocks: int, most: int) -> float:
+    """Of `blocks` blocks that share out `parts` parts, to add up `most` bytes before one at most."""
+    return -(-parts // blocks) * max(0.0, most * 1e-6 * _ADD_MEGABYTE[spec.role] - _ADD_HIDDEN)
 
 
 def scan(moved: int, pieces: int) -> float:

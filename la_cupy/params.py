@@ -70,6 +70,7 @@ PARAMS = np.dtype(
         ("b", np.float64),
         ("a_float", np.float32),
         ("b_float", np.float32),
+        ("adds", np.int32),
     ],
     align=True,
 )

@@ -149,7 +149,7 @@ def _query_gradient(planner: Planner, rows: dict[str, RowRef]) -> None:
     if not planner.causal:
         cut = Cut(segment, planner.total("keys", False, {}, initial, None))
     elif segment < planner.positions(True)[2] or (initial is not None and p.levelled):
-        cut = planner.states("keys", False, segment, {}, initial, None)
+        cut = planner.states("keys", False, segment, {}, initial, None, spec)
     names = ("q", "k", "v", "dout") if planner.causal else ("q", "dout")
     tensors = {name: arrays.tensor(name) for name in names} | {"dst": _result(planner, "q", p.lead)}
     planner.launches += planner.walk(spec, cut, tensors, rows)
@@ -164,12 +164,13 @@ def _key_gradients(planner: Planner, rows: dict[str, RowRef]) -> None:
         planner.relevel(from_caller, given, 1)
     total = arrays.new_state("dinitial_state") if p.initial_state else None
     both = planner.key_value_spec()
-    segment = planner.walk_segment(both or specs["k"])
+    first = both or specs["k"]
+    segment = planner.walk_segment(first)
     cut = Cut(segment, given)
     if not planner.causal:
         cut = Cut(segment, planner.total("queries", True, rows, given, total))
     elif total is not None or segment < planner.positions(False)[2]:
-        cut = planner.states("queries", True, segment, rows, given, total)
+        cut = planner.states("queries", True, segment, rows, given, total, first)
     results = {name: _result(planner, name, arrays.state_lead) for name in specs}
     read: dict[str, tuple[str, ...]] = dict.fromkeys(specs, ("q", "k", "v", "dout"))
     if not planner.causal:

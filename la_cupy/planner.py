@@ -61,6 +61,7 @@ class Cut:
     length: int  # positions in a segment
     start: StateRef | None
     pieces: int = 0  # slots of `start` that a segment has; 0: there is one state for all
+    scan: Launch | None = None  # of slots that `stream` adds up itself: for `sweep` in its place
 
     @property
     def states(self) -> dict[str, StateRef]:
@@ -149,23 +150,41 @@ class Planner:
         cost, room = costs.granule(spec), resident_blocks(spec, self.device)
         if not self.causal:
             return costs.segments(blocks, room, length, cost)
-        sums = self.prepass_spec(is_reversed)
-        most = room // max(1, self.state_blocks(sums))
+        most = room // max(1, self.state_blocks(self.prepass_spec(is_reversed)))
 
         def prepass(count: int) -> float:
             span, pieces = -(-length * (count - 1) // count), count - 1
-            fine = [pieces << i for i in range(8) if i == 0 or pieces << i <= most]
-            return costs.LAUNCH + min(self.sums_time(sums, span, x) for x in fine)
+            fine = [1 << i for i in range(8) if i == 0 or pieces << i <= most]
+            return costs.LAUNCH + min(self.sums_time(spec, span, count, x) for x in fine)
 
         return costs.segments(blocks, room, length, cost, prepass)
 
-    def sums_time(self, spec: StateSpec | StreamedSpec, span: int, pieces: int) -> float:
-        """Of a pre-pass over `span` granules in so many pieces and of their scan, besides launches."""
-        state = (self.p.d + 1) * (self.p.e + 1) * dtypes.ITEMSIZE[self.p.state_dtype]
-        moved = 2 * pieces * self.arrays.state_axes.heads * state
+    def sums_time(self, walk: WalkSpec, span: int, segments: int, fine: int) -> float:
+        """Of the pre-pass of `walk`, `fine` pieces a segment, and of what then joins these; besides launches.
+
+        It is over `span` granules, those of all `segments` but one.
+        """
+        spec, pieces = self.prepass_spec(walk.role not in _BY_QUERY), (segments - 1) * fine
         blocks, room = self.state_blocks(spec) * pieces, resident_blocks(spec, self.device)
         each = -(-span // pieces)
-        return costs.shared_out(blocks, each, room, costs.granule(spec)) + costs.scan(moved, pieces)
+        sums = costs.shared_out(blocks, each, room, costs.granule(spec))
+        return sums + self.joining(walk, segments, fine)[0]
+
+    def joining(self, walk: WalkSpec, segments: int, fine: int) -> tuple[float, bool]:
+        """What it takes to get from sums of pieces to states before segments, and whether `walk` does it.
+
+        It can where the states begin with zeros and the total is not wanted; `scan` always can.
+        """
+        p, pieces = self.p, (segments - 1) * fine
+        state = (p.d + 1) * (p.e + 1) * dtypes.ITEMSIZE[p.state_dtype]
+        scan = costs.scan(2 * pieces * self.arrays.state_axes.heads * state, pieces)
+        given = p.initial_state or (walk.role not in _BY_QUERY and p.dstate)
+        if given or not isinstance(walk, StreamedSpec):
+            return scan, False
+        parts = self.axes(walk.role).heads * self.splits(walk) * segments
+        blocks = min(parts, resident_blocks(walk, self.device))
+        add = costs.adding(walk, parts, blocks, pieces * state // self.splits(walk))
+        return min((scan, False), (add, True))
 
     def walk_segment(self, spec: WalkSpec) -> int:
         """Positions in a segment of the walk of `spec`."""
@@ -199,17 +218,19 @@ class Planner:
         rows: dict[str, RowRef],
         start: StateRef | None,
         total: StateRef | None,
+        walk: WalkSpec | None = None,
     ) -> Cut:
         """Pre-pass and scan: a slot for each segment, with the state before it (behind, reversed).
 
         The segment that is last in the walk is only summed for the total. Where there are too few
-        segments for the GPU, they are summed in several pieces, if it takes less time.
+        segments for the GPU, they are summed in several pieces, if it takes less time. No scan
+        where `walk`, which begins with the states, is quicker to add up the sums before each.
         """
         p, length_of_segment = self.p, segment
         origin, shift, length = self.positions(is_reversed)
         pieces = max(1, -(-length // segment))
-        fine = 1
-        if total is None and pieces > 1:
+        fine, adds = 1, False
+        if walk is not None and total is None and pieces > 1:
             spec = self.prepass_spec(is_reversed)
             blocks = self.state_blocks(spec) * (pieces - 1)
             room = max(1, resident_blocks(spec, self.device) // max(1, blocks))
@@ -222,9 +243,14 @@ class Planner:
                 return not is_reversed or -(-length // (segment // count)) == pieces * count
 
             def time(count: int) -> float:
-                return self.sums_time(spec, whole * (pieces - 1), (pieces - 1) * count)
+                return self.sums_time(walk, whole * (pieces - 1), pieces, count)
 
             fine = min(filter(fits, range(1, room + 1)), key=time)
+            adds = self.joining(walk, pieces, fine)[1]
+            if adds:
+                self.reasons.append(
+                    f"{walk.role} adds up the sums before each segment itself: a scan takes longer"
+                )
         segment, pieces = segment // fine, pieces * fine
         skip = fine if total is None else 0  # pieces left out: the first if reversed, or the last
         begin = segment * skip if is_reversed else 0
@@ -247,6 +273,8 @@ class Planner:
         v = self.arrays.tensor("v") if given else None
         summed = some * (pieces - skip)
         scan = scan_launch(p, self.arrays.state_axes, pieces, summed, is_reversed, states, v)
+        if adds:
+            return Cut(length_of_segment, slots, fine, scan)
         if scan.grid:
             self.launches.append(scan)
         return Cut(length_of_segment, slots, fine)
@@ -329,6 +357,7 @@ class Planner:
             each=cut.length // spec.chunk,
             splits=self.splits(spec),
             pieces=cut.pieces,
+            adds=cut.scan is not None and isinstance(spec, StreamedSpec),
             phase=phase,
             levelled=self.p.levelled,
         )
@@ -376,6 +405,8 @@ class Planner:
         instead: tuple[Launch, ...],
     ) -> tuple[Launch, ...]:
         """One launch, and what runs `instead` where addresses rule it out; that alone if strides do."""
+        if cut.scan is not None:
+            instead = (cut.scan, *instead)
         walk = Walk(self.axes(spec.role), self.course(spec, cut), tensors, rows, states)
         launch = stream_launch(self.p, spec, walk, resident_blocks(spec, self.device))
         if launch is not None:
@@ -430,7 +461,7 @@ class Planner:
         if not self.causal:
             cut, final = Cut(segment, self.total("keys", False, {}, initial, final)), None
         elif segment < length:
-            cut = self.states("keys", False, segment, {}, initial, None)
+            cut = self.states("keys", False, segment, {}, initial, None, spec)
         tensors = {"q": arrays.tensor("q")}
         if self.causal:
             tensors |= {"k": arrays.tensor("k"), "v": arrays.tensor("v")}

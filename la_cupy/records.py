@@ -218,7 +218,8 @@ class Course:
     chunks: int
     each: int  # chunks in a segment
     splits: int
-    pieces: int = 0
+    pieces: int = 0  # slots of a segment
+    adds: bool = False  # whether a walk begins with the sum of the slots before a segment
     phase: str = "whole"
     levelled: bool = False  # whether v is taken less its level
 
@@ -268,7 +269,10 @@ def stream_launch(problem: Problem, spec: StreamedSpec, walk: Walk, most: int) -
         elif name != "dst" or isinstance(spec, KeyValueSpec):  # `stream` can write row by row
             return None
     blocks = min(walk.grid, most)
-    took = costs.walk(spec, walk.grid, walk.course.each, blocks) if blocks else None
+    course, state = walk.course, problem.d * problem.e * dtypes.ITEMSIZE[problem.state_dtype]
+    slots = (course.segments - 1) * course.pieces if course.adds else 0
+    added = slots * state // course.splits
+    took = costs.walk(spec, walk.grid, course.each, blocks, added) if blocks else None
     return replace(record.launch(spec, blocks), microseconds=took)
 
 
@@ -308,6 +312,7 @@ def _put_walk(
     p["levelled"], p["phase"] = course.levelled, PHASES[course.phase]
     p["a"], p["b"] = options.a, options.b
     p["a_float"], p["b_float"] = options.a, options.b
+    p["adds"] = course.adds
     return sizes, leads
 
 

@@ -224,8 +224,14 @@ def assert_has_maps(launch: Launch) -> None:
     assert mapped - results == read
     both = isinstance(spec, KeyValueSpec) and not sums(spec)
     roles = ("GradK", "GradV") if both else (spec.role,)
-    assert len(launch.instead) == len(roles)
-    for other, role in zip(launch.instead, roles, strict=True):
+    p = record(launch)
+    scans = [x for x in launch.instead if isinstance(x.spec, ScanSpec)]
+    assert len(scans) == p["adds"] and [*launch.instead[: len(scans)]] == scans
+    if scans:  # of the slots that the walk adds up
+        assert record(scans[0])["pieces"] == p["segments"] * p["pieces"]
+        assert record(scans[0])["summed"] == (p["segments"] - 1) * p["pieces"]
+    instead = launch.instead[len(scans) :]
+    for other, role in zip(instead, roles, strict=True):
         assert not other.maps and not other.instead
         assert other.spec.source == ("accumulate.cu" if sums(spec) else "sweep.cu")
         assert other.spec.feature == spec.feature
@@ -233,7 +239,7 @@ def assert_has_maps(launch: Launch) -> None:
     shift, second = (STREAM_PARAMS.fields[name][1] for name in ("p", "second"))
     dst = PARAMS.fields["dst"][1]
     made = {(at - shift, *rest) for at, *rest in launch.pointers if at != second}
-    assert made == {*launch.instead[0].pointers}
+    assert made == {*instead[0].pointers}
     if both:
         assert results & mapped == {name for at, name, _ in launch.pointers if at == second} | {
             name for at, name, _ in made if at == dst
@@ -242,7 +248,7 @@ def assert_has_maps(launch: Launch) -> None:
         made |= {(dst, *rest) for at, *rest in launch.pointers if at == second}
         if not spec.causal:
             made = {x for x in made if x[0] != PARAMS.fields["v"][1]}  # dv does not need v
-        assert made == {*launch.instead[1].pointers}
+        assert made == {*instead[1].pointers}
 
 
 def assert_fits(spec: Spec, device: DeviceInfo) -> None:

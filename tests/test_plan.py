@@ -349,7 +349,10 @@ def test_scan_reads_the_sums_that_are_made(dtype: str, device: DeviceInfo) -> No
     for heads, n, d in product((1, 2), (*range(66, 3000, 64), 4001, 9000, 17000), (16, 64)):
         for plan in plans(device, (heads,), n, None, d, dtype=dtype, causal=True, want_state=False):
             found = [
-                record(x) for x in plan.launches if sums(x.spec) or isinstance(x.spec, ScanSpec)
+                record(x)
+                for launch in plan.launches
+                for x in ([launch] if sums(launch.spec) else [launch, *launch.instead])
+                if sums(x.spec) or isinstance(x.spec, ScanSpec)
             ]
             for made, scan in zip(found[::2], found[1::2], strict=True):
                 assert made["segments"] == scan["summed"]

@@ -21,9 +21,9 @@ from test_kernels_emulated import Emulation
 
 from la_cupy import reference
 from la_cupy.device import DeviceInfo
-from la_cupy.kernels import StreamSpec
+from la_cupy.kernels import ScanSpec, StreamSpec
 from la_cupy.plan import Plan
-from la_cupy.planner import GRANULE
+from la_cupy.planner import GRANULE, Planner
 from la_cupy.problem import forward_problem
 from la_cupy.records import Launch, suited
 
@@ -112,6 +112,46 @@ def test_heads_that_share_keys_and_segments() -> None:
         (launch,) = streams(plan)
         assert (record(launch)["segments"] > 1) == (device is H200)
         check_forward(case, x, results)
+
+
+FOUR_BLOCKS = DeviceInfo("four blocks", 90, 4, 232448, 233472)
+
+
+@pytest.mark.parametrize(
+    "pieces,heads,n,m,device",
+    [(1, 2, 700, 900, H200), (1, 1, 900, 700, H200), (4, 2, 3000, 3000, FOUR_BLOCKS)],
+)
+def test_sums_of_pieces_are_added_as_scan_adds_them(
+    pieces: int, heads: int, n: int, m: int, device: DeviceInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, of heads that share k and v, where a segment has one piece or more."""
+    case = a_case(n, m, q=(heads, n, 16), k=(1, m, 16), v=(1, m, 24), causal=True)
+    x = make_inputs(case)
+    found, expected = ways_to_join(lambda: forward(case, x, device), monkeypatch)
+    assert record(streams(found[1])[0])["pieces"] == pieces, str(found[1])
+    check_forward(case, x, found[0])
+    for name in expected[0]:
+        assert found[0][name].tobytes() == expected[0][name].tobytes(), name
+
+
+def ways_to_join(
+    run: Callable[[], tuple[dict[str, Any], Plan]], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[dict[str, Any], Plan]]:
+    """What `run` returns where walks add up the sums of pieces, and where `scan` does."""
+    joining, made = Planner.joining, []
+    for adds in (True, False):
+
+        def chosen(self: Planner, *of: Any, adds: bool = adds) -> tuple[float, bool]:
+            return joining(self, *of)[0], adds
+
+        monkeypatch.setattr(Planner, "joining", chosen)
+        made.append(run())
+        walks = [x for x in made[-1][1].launches if not sums(x.spec)]
+        scans = [x for x in walks if isinstance(x.spec, ScanSpec)]
+        joined = [x for x in walks if x not in scans and record(x)["segments"] > 1]
+        assert joined and len(scans) == (0 if adds else len(joined))
+        assert all(record(x)["adds"] == adds for x in joined)
+    return made
 
 
 @pytest.mark.parametrize("d,e", [(128, 128), (128, 40), (40, 128), (8, 8), (72, 104)])
@@ -274,11 +314,12 @@ def test_out_of_the_caller(causal: bool, n: int, m: int, layout: str, device: De
         assert np.ascontiguousarray(out).tobytes() == expected["out"].tobytes()
 
 
+@pytest.mark.parametrize("n,initial", [(150, "full"), (1200, None)])
 @pytest.mark.parametrize("which", ["q", "k", "v", "all"])
 @causal_or_not
-def test_arrays_off_by_an_element(causal: bool, which: str) -> None:
+def test_arrays_off_by_an_element(causal: bool, which: str, n: int, initial: str | None) -> None:
     """What has maps by its strides, but not by its address, runs on `sweep`, with the same results."""
-    case = a_case(150, lead=(3,), causal=causal, initial="full")
+    case = a_case(n, lead=(2,), causal=causal, initial=initial)
     x = make_inputs(case)
     off = {name: shifted(getattr(x, name)) for name in ("q", "k", "v") if which in (name, "all")}
     results, plan = forward(case, x._replace(**off))
@@ -290,6 +331,8 @@ def test_arrays_off_by_an_element(causal: bool, which: str) -> None:
             chosen = suited(launch, addresses | {name: (1 << 20) + 2})
             read = name in [buffer for _, buffer, _ in launch.maps]
             assert chosen == (launch.instead if read else (launch,))
+        scanned = any(isinstance(one.spec, ScanSpec) for one in launch.instead)
+        assert scanned == (causal and initial is None), "`sweep` adds nothing up"
     check_forward(case, x, results)
     aligned, _ = forward(case, x)
     if which in ("q", "all"):
@@ -322,8 +365,8 @@ FAULTS: dict[str, tuple[str, str, str]] = {  # a file, what is there, what inste
     "no causal mask": ("score.cuh", r"n \* 8 \+ j <= reach", "true"),
     "padding counts as keys": (
         "score.cuh",
-        r"if \(!sources.holds\(",
-        "if (false && !sources.holds(",
+        r"if \(!own.holds\(",
+        "if (false && !own.holds(",
     ),
     "squares out of range": (
         "score.cuh",
@@ -341,6 +384,12 @@ FAULTS: dict[str, tuple[str, str, str]] = {  # a file, what is there, what inste
         r"if \(now.begins\(\)\) begin",
         "if (now.ordinal == 0 && now.begins()) begin",
     ),
+    "its own piece counts as one before": (
+        "slots.cuh",
+        r"part.segment\) \* p.pieces",
+        "part.segment + 1) * p.pieces",
+    ),
+    "one slot of several": ("state.cuh", r"i < slots.count", "i < 1"),
     "b = 0 divides": (
         "score.cuh",
         r"params.b_float == 0.f \? 1.f : params.b_float",

@@ -14,6 +14,7 @@ from plans import plans, record, sums
 from test_kernels_emulated import Emulation
 from test_stream import (
     FACTORS,
+    FOUR_BLOCKS,
     ONE_BLOCK,
     SIZES,
     TWO_BLOCKS,
@@ -24,6 +25,7 @@ from test_stream import (
     parts,
     scaled,
     shifted,
+    ways_to_join,
 )
 
 from la_cupy import reference
@@ -182,6 +184,21 @@ def test_segments(causal: bool, n: int, m: int, data: str) -> None:
         assert record(launch)["segments"] > 1
     for launch in run_and_check(case, ONE_BLOCK).values():
         assert record(launch)["segments"] == 1
+
+
+@pytest.mark.parametrize("n,m", [(1100, 1100), (700, 900), (900, 700)])
+@pytest.mark.parametrize("d,e", [(16, 24), (104, 80)])
+@pytest.mark.parametrize("device", [FOUR_BLOCKS, H200], ids=lambda device: device.name)
+def test_sums_of_pieces_are_added_as_scan_adds_them(
+    device: DeviceInfo, d: int, e: int, n: int, m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, forwards and backwards, where the segments passed have one piece each or more."""
+    case = a_case(n, m, d=d, e=e, lead=(2,), causal=True, data="mean16")
+    x = make_inputs(case)
+    found, expected = ways_to_join(lambda: gradients(case, x, device), monkeypatch)
+    check_gradients(case, x, found[0])
+    for name in expected[0]:
+        assert found[0][name].tobytes() == expected[0][name].tobytes(), name
 
 
 # --- sums over queries
@@ -355,16 +372,18 @@ def test_rows_that_are_not_finite_stay_in_their_head(causal: bool) -> None:
 # --- arrays without maps
 
 
+@pytest.mark.parametrize("n,initial", [(150, "full"), (1200, None)])
 @pytest.mark.parametrize("which", ["q", "k", "v", "dout", "all"])
 @causal_or_not
-def test_arrays_off_by_an_element(causal: bool, which: str) -> None:
+def test_arrays_off_by_an_element(causal: bool, which: str, n: int, initial: str | None) -> None:
     """What has maps by its strides, but not by its address, runs on `sweep`, with the same results."""
-    case = a_case(150, lead=(3,), causal=causal, initial="full")
+    adds = causal and initial is None  # up the sums of pieces, which `sweep` does not
+    device = TWO_BLOCKS if initial else H200
+    case = a_case(n, lead=(2,), causal=causal, initial=initial)
     x = make_inputs(case)
     names = ("q", "k", "v", "dout") if which == "all" else (which,)
-    results, plan = gradients(
-        case, x._replace(**{name: shifted(getattr(x, name)) for name in names})
-    )
+    off = x._replace(**{name: shifted(getattr(x, name)) for name in names})
+    results, plan = gradients(case, off, device)
     found = streamed(plan)
     assert set(found) == ROLES
     addresses = dict.fromkeys((name for x in plan.launches for _, name, _ in x.pointers), 1 << 20)
@@ -374,9 +393,10 @@ def test_arrays_off_by_an_element(causal: bool, which: str) -> None:
             chosen = suited(launch, addresses | {name: (1 << 20) + 2})
             read = causal or (name in ("q", "dout")) == (role == "GradQ")
             assert chosen == (launch.instead if read else (launch,))
-        assert {y.spec.source for y in launch.instead} == {"sweep.cu"}
+        sources = [y.spec.source for y in launch.instead]
+        assert sources == ["scan.cu"] * adds + ["sweep.cu"] * (1 if role == "GradQ" else 2)
     check_gradients(case, x, results)
-    aligned, _ = gradients(case, x)
+    aligned, _ = gradients(case, x, device)
     differ = {name for name in ("dq", "dk") if aligned[name].tobytes() != results[name].tobytes()}
     expected = {"dq", "dk"} if causal or which not in ("k", "v") else {"dk"}
     assert differ == expected, "not by another kernel"
@@ -463,6 +483,18 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {  # a role, a file, what is ther
     "keys before the chunk forgotten": ("GradQ", "gradient.cuh", r"before\[c\] \+ \(", "("),
     "the mean stays on v": ("GradQ", "score.cuh", r"half, -of_row\)", "half, 0.f)"),
     "the level stays on v": ("GradQ", "centre.cuh", r"if \(levelled\) take", "if (false) take"),
+    "sums of v before the first piece": (
+        "GradQ",
+        "centre.cuh",
+        r"slots.number\(slots.first.v_sum, ",
+        "0 * slots.number(slots.first.v_sum, ",
+    ),
+    "pieces before the segment, not behind it": (
+        "GradKV",
+        "slots.cuh",
+        r"kReversed \? last : 0",
+        "0",
+    ),
     "sums of v forgotten": ("GradQ", "centre.cuh", r"c\[0\]\[i\].x\[0\] \+ c", "c"),
     "a part begins with the sums of the last": (
         "GradQ",

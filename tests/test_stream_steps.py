@@ -80,7 +80,7 @@ UNSEEN = {
     ): "rows come with the sources, which are made ready first",
     Step("state.cuh", "wgmma_commit()", 1): "the next group takes its products in",
     Step("kv_score.cuh", "Pipe::wait(Pipe::kReady, now.slot)"): "rows are measured later still",
-    Step("kv_state.cuh", "Pipe::wait(Pipe::kReady, now.slot)", 1): "weights are made later still",
+    Step("kv_state.cuh", "Pipe::wait(Pipe::kReady, now.slot)"): "weights are made later still",
     Step(
         "kv_state.cuh", "Pipe::wait(Pipe::kRowsFull, now.rows)"
     ): "the suppliers have waited for it",

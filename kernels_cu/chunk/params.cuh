@@ -54,6 +54,7 @@ struct Params {
   i32 phase;                  // see SweepPhase
   double a, b;
   float a_float, b_float;     // the same: to convert them takes the double-precision unit, which is slow
+  i32 adds;                   // slots of `start` hold the sums of single pieces, which the walk adds up (stream/slots.cuh)
 };
 
 // What `stream` is told besides: maps of its arrays (ptx/tma.cuh) with the arrays' leading axes, -1 for none.

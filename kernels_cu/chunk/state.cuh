@@ -93,6 +93,10 @@ struct StateCells {
     });
   }
 
+  static LA_DEVICE void add(Cells& cells, const Params& p, u64 kv, int column0) {
+    each(cells, p, kv, column0, 0, [](Acc& x, bool exists, u64 at) { x += exists ? load_number<Acc>(at, 0) : Acc(0); });
+  }
+
   static LA_DEVICE void write(Cells& cells, const Params& p, u64 kv, int column0, int inner0 = 0) {
     each(cells, p, kv, column0, inner0, [](Acc& x, bool exists, u64 at) { if (exists) store_number(at, 0, x); });
   }

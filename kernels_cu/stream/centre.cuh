@@ -51,12 +51,14 @@ struct Centre {
   }
 
   LA_DEVICE void begin(const Piece& piece) {
+    const Slots<Config> slots(p, piece);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       sum[i] = level[i] = 0;
-      if (column() + i >= p.e) continue;
-      if (p.start.kv != 0) sum[i] = load_number<float>(Pipe::start(p, piece).v_sum, column() + i);
-      if (Config::kCausal && p.levelled) level[i] = la::level<float, true>(p.v, piece.head, p.m, column() + i);
+      const int own = column() + i + unknown_zero();  // or what follows of it would be kept in registers
+      if (own >= p.e) continue;
+      sum[i] = slots.number(slots.first.v_sum, p.e, own);
+      if (Config::kCausal && p.levelled) level[i] = la::level<float, true>(p.v, piece.head, p.m, own);
     }
   }
 

@@ -30,7 +30,7 @@ struct KeyValueState {
     Chunk now;
 #pragma unroll 1
     while (now.exists(parts)) {
-      Pipe::wait(Pipe::kReady, now.slot);
+      Pipe::wait(Pipe::kFull, now.slot);  // the part is described
       const Piece& piece = Pipe::piece(now.ordinal);
       const i32 chunks = piece.chunks;
       begin(piece);
@@ -301,14 +301,16 @@ struct KeyValueState {
     typename P::State cells;
     IO::clear(cells);
     sum_g[0] = sum_g[1] = sum_q[0] = sum_q[1] = 0;
-    if (p.start.kv != 0) {
-      const StatePlace at = Pipe::start(p, piece);
-      IO::read(cells, p, at.kv, 0);
+    const Slots<Config> slots(p, piece);
+#pragma unroll 1
+    for (i32 i = 0; i < slots.count; ++i) {
+      IO::add(cells, p, slots.place(slots.first.kv, i, p.d * p.e), 0);
+      const u64 v_sum = slots.place(slots.first.v_sum, i, p.e), k_sum = slots.place(slots.first.k_sum, i, p.d);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int column = P::column(c);
-        if (column < p.e) sum_g[c] = load_number<float>(at.v_sum, column);
-        if (column < p.d) sum_q[c] = load_number<float>(at.k_sum, column);
+        if (column < p.e) sum_g[c] += load_number<float>(v_sum, column);
+        if (column < p.d) sum_q[c] += load_number<float>(k_sum, column);
       }
     }
     P::gather(s, cells);

@@ -1,7 +1,7 @@
 // The shared memory of a block of `stream`, and how its warps hand chunks to each other: each barrier stands for a thing of which
 // there are several, and is waited for in turn.
 //
-//   full      a slot has the rows of a chunk                          courier -> suppliers, centre (or KeyLength)
+//   full      a slot has the rows of a chunk                          courier -> suppliers, centre (or KeyLength), state
 //   ready     the same, transformed, and the sums before it           suppliers (a group), centre -> scores, state
 //   free      a slot is no longer read                                scores, state, centre (or the sender) -> courier
 //   made      weights of a chunk, and what its rows are made with     scores -> state
@@ -17,6 +17,7 @@
 // Courier and suppliers are what is often called the producer, the sender the store or epilogue warp.
 #pragma once
 #include "stream/config.cuh"
+#include "stream/slots.cuh"
 
 namespace la {
 
@@ -54,9 +55,16 @@ struct Pipe {
     i32 at[kArrays][3];
     u64 second;  // as places.dst
 
+    // Of roles that walk forwards. To add up the counts would take longer.
+    LA_DEVICE float keys_before(const Params& p) const {
+      const i64 first = this->sources.first;
+      if (p.adds) return static_cast<float>(first < 0 ? 0 : first < p.m ? first : p.m);
+      return p.start.kv == 0 ? 0.f : load_number<float>(Slots<Config>(p, *this).first.count, 0);
+    }
+
     LA_DEVICE void describe(const StreamParams& params, u32 index) {
       Part<Config>::describe(params.p, index);
-      this->start_count = params.p.start.kv == 0 ? 0.f : load_number<float>(start(params.p, *this).count, 0);
+      this->start_count = Config::kHasRows && !Config::Role::kReversed ? keys_before(params.p) : 0.f;
       if constexpr (Config::kKeyValue) second = this->head.template address<typename Config::Arith>(params.of_second);
 #pragma unroll 1
       for (int array = 0; array < kArrays; ++array) {
@@ -182,10 +190,6 @@ struct Pipe {
     return kGroups == 1 || now.step % kGroups == (warp_id() - Config::kFirstSupply) / 4;
   }
   static LA_DEVICE void sync_suppliers() { sync_named(1, 32 * Config::kSupplyWarps); }
-
-  static LA_DEVICE StatePlace start(const Params& p, const Part<Config>& part) {
-    return StatePlace::find<float>(p.start, part.head, p, part.first_slot(p));
-  }
 
   // Where the state behind a part goes: that of the last segment of the first of the heads that share it, or of each piece.
   static LA_DEVICE bool has_final(const Params& p, const Part<Config>& part) {

@@ -254,11 +254,12 @@ struct Score {
       }
     }
     if (sources.whole()) return;
+    const Left own = {sources.begin - 2 * t, sources.end - 2 * t};
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        if (!sources.holds(n * 8 + 2 * t + j)) w[4 * n + 2 * half + j] = 0.f;
+        if (!own.holds(n * 8 + j)) w[4 * n + 2 * half + j] = 0.f;
       }
     }
   }

@@ -30,7 +30,7 @@ struct StateWork {
     Chunk now;
 #pragma unroll 1
     while (now.exists(parts)) {
-      Pipe::wait(Pipe::kReady, now.slot);
+      Pipe::wait(Pipe::kFull, now.slot);  // the part is described
       const Piece& piece = Pipe::piece(now.ordinal);
       const i32 chunks = piece.chunks;
       begin(piece);
@@ -192,13 +192,16 @@ struct StateWork {
     typename P::State cells;
     IO::clear(cells);
     sum[0] = sum[1] = 0;
-    if (p.start.kv != 0) {
-      const StatePlace at = Pipe::start(p, piece);
-      IO::read(cells, p, at.kv, piece.column0);
+    const Slots<Config> slots(p, piece);
+    const i32 size = Config::kGradQ ? p.d : p.e;
+#pragma unroll 1
+    for (i32 i = 0; i < slots.count; ++i) {
+      IO::add(cells, p, slots.place(slots.first.kv, i, p.d * p.e), piece.column0);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int column = piece.column0 + P::column(c);
-        if (column < (Config::kGradQ ? p.d : p.e)) sum[c] = load_number<float>(Config::kGradQ ? at.k_sum : at.v_sum, column);
+        const u64 at = slots.place(Config::kGradQ ? slots.first.k_sum : slots.first.v_sum, i, size);
+        if (column < size) sum[c] += load_number<float>(at, column);
       }
     }
     P::gather(s, cells);

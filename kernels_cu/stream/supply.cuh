@@ -109,7 +109,9 @@ struct Supply {
   // The sum before the first chunk.
   LA_DEVICE void begin(const Piece& piece) {
     sum = 0;
-    if (p.start.kv != 0 && id() < p.d) sum = load_number<float>(Pipe::start(p, piece).k_sum, id());
+    const Slots<Config> slots(p, piece);
+    const i32 own = id() + unknown_zero();  // or what follows of it would be kept in registers
+    if (own < p.d) sum = slots.number(slots.first.k_sum, p.d, own);
   }
 
   // The sums behind the last chunk.
