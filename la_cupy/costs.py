@@ -1,6 +1,6 @@
 """What kernels take, in microseconds: what cuts are chosen by, and what a plan predicts.
 
-Fitted to 900 plans for shapes of 1 to 512 heads and 512 to 131072 positions, which they foretell
+Fitted to 1000 plans for shapes of 1 to 512 heads and 512 to 131072 positions, which they foretell
 within 5 % (root mean square) on an H200. On another GPU they are as far from the truth as its
 memory is from an H200's.
 """
@@ -10,32 +10,41 @@ from dataclasses import dataclass
 
 from .kernels import KEYS, QUERIES, StateSpec, StreamedSpec, WalkSpec
 
-LAUNCH = 9.8
+LAUNCH = 5.2
 """Of a kernel, besides its parts: ramp and drain."""
-PART = 2.5
+FURTHER = 2.0
+"""Of a cut, besides what it takes on the device: a further launch is work for the host, too."""
+PART = 1.4
 """Of a part that a block has, besides its granules: its description, its state."""
+ALONE = 0.85
+"""The part of a granule's time that it takes where few blocks share the memory."""
 
 # A granule of `stream` or `stream_key_value`: (role, causal), the wider of D and E; or both of a block, where it matters which.
 _STREAM: dict[tuple[str, bool], dict[int | tuple[int, int], float]] = {
-    ("Forward", True): {64: 1.14, 128: 2.05, (128, 64): 1.6},
-    ("Forward", False): {64: 0.7, 128: 1.18},
-    ("GradQ", True): {64: 2.08, 128: 3.34},
-    ("GradQ", False): {64: 1.3, 128: 2.3},
-    ("GradKV", True): {64: 2.1, 128: 4.0},
-    ("GradKV", False): {64: 1.4, 128: 2.4},
-    (KEYS, True): {64: 0.54, 128: 1.01},
-    (QUERIES, True): {64: 0.835, 128: 1.08},
+    ("Forward", True): {64: 1.23, 128: 2.19, (128, 64): 1.84},
+    ("Forward", False): {64: 0.7, 128: 1.35},
+    ("GradQ", True): {64: 2.18, 128: 3.53},
+    ("GradQ", False): {64: 1.3, 128: 2.49},
+    ("GradKV", True): {64: 2.14, 128: 4.11},
+    ("GradKV", False): {64: 1.4, 128: 2.49},
+    (KEYS, True): {64: 0.58, 128: 1.02},
+    (QUERIES, True): {64: 0.67, 128: 1.0},
 }
 # About, for all types and widths: nothing is predicted from these.
 _SWEEP = 4.0
 _ACCUMULATE = 1.6
-# Of `scan`: a megabyte that it reads or writes, and a piece.
-_SCAN_MEGABYTE = 0.77
-_SCAN_PIECE = 0.24
+# Of `scan`: besides, a megabyte that it reads or writes, and a piece.
+_SCAN = 1.1
+_SCAN_MEGABYTE = 0.53
+_SCAN_PIECE = 0.27
 # Of a block that adds up the sums of pieces: a megabyte of them (GradQ has its columns across those of memory); and what of that
 # goes on while its first chunk is on its way.
-_ADD_MEGABYTE = {"Forward": 24.0, "GradQ": 40.0, "GradKV": 24.0}
-_ADD_HIDDEN = 4.7
+_ADD_MEGABYTE = {"Forward": 24.0, "GradQ": 38.0, "GradKV": 27.0}
+_ADD_HIDDEN = 2.0
+# Of `step`: besides, a megabyte of the states that it reads or writes, and of these a further position.
+_STEP = 4.5
+_STEP_MEGABYTE = 0.335
+_STEP_POSITION = 0.04
 
 
 def granule(spec: WalkSpec | StateSpec) -> float:
@@ -46,10 +55,13 @@ def granule(spec: WalkSpec | StateSpec) -> float:
     return _ACCUMULATE if isinstance(spec, StateSpec) else _SWEEP
 
 
-def shared_out(parts: int, granules: int, blocks: int, cost: float) -> float:
-    """Of `blocks` blocks that share out `parts` parts of `granules` each, at `cost` a granule."""
-    rounds = -(-parts // blocks)
-    return rounds * (granules * cost + PART)
+def shared_out(parts: int, granules: int, room: int, cost: float) -> float:
+    """Of blocks, for which there is `room`, that share out `parts` parts of `granules` each.
+
+    `cost` is that of a granule.
+    """
+    busy = min(parts, room) / room
+    return -(-parts // room) * (granules * cost * (ALONE + (1 - ALONE) * busy) + PART)
 
 
 @dataclass(frozen=True)
@@ -83,25 +95,30 @@ def segments(
     return Segments(count, time(count))
 
 
-def walk(spec: StreamedSpec, parts: int, granules: int, blocks: int, added: int) -> float:
-    """Of a launch on `blocks` blocks, which share out `parts` parts of `granules` each.
+def walk(spec: StreamedSpec, parts: int, granules: int, room: int, added: int) -> float:
+    """Of a launch on the blocks that there is `room` for, which share out `parts` parts of `granules` each.
 
     At most, a part begins with the sum of `added` bytes.
     """
-    took = LAUNCH + shared_out(parts, granules, blocks, granule(spec))
+    took = LAUNCH + shared_out(parts, granules, room, granule(spec))
     if added:
-        took += adding(spec, parts, blocks, added)
+        took += adding(spec, parts, room, added)
     return took
 
 
-def adding(spec: StreamedSpec, parts: int, blocks: int, most: int) -> float:
-    """Of `blocks` blocks that share out `parts` parts, to add up `most` bytes before one at most."""
-    return -(-parts // blocks) * max(0.0, most * 1e-6 * _ADD_MEGABYTE[spec.role] - _ADD_HIDDEN)
+def adding(spec: StreamedSpec, parts: int, room: int, most: int) -> float:
+    """Of blocks that share out `parts` parts, to add up `most` bytes before one at most."""
+    return -(-parts // room) * max(0.0, most * 1e-6 * _ADD_MEGABYTE[spec.role] - _ADD_HIDDEN)
 
 
 def scan(moved: int, pieces: int) -> float:
     """Of `scan`, which reads and writes `moved` bytes, one of `pieces` after the other.
 
-    That it is a launch of its own did not show: it begins while the sums drain.
+    It takes less than LAUNCH: it begins while the sums drain.
     """
-    return moved * 1e-6 * _SCAN_MEGABYTE + pieces * _SCAN_PIECE
+    return _SCAN + moved * 1e-6 * _SCAN_MEGABYTE + pieces * _SCAN_PIECE
+
+
+def step(moved: int, positions: float) -> float:
+    """Of `step`, which reads and writes `moved` bytes of states, for so many positions each."""
+    return _STEP + moved * 1e-6 * (_STEP_MEGABYTE + (positions - 1) * _STEP_POSITION)

@@ -155,7 +155,7 @@ class Planner:
         def prepass(count: int) -> float:
             span, pieces = -(-length * (count - 1) // count), count - 1
             fine = [1 << i for i in range(8) if i == 0 or pieces << i <= most]
-            return costs.LAUNCH + min(self.sums_time(spec, span, count, x) for x in fine)
+            return costs.LAUNCH + costs.FURTHER + min(self.sums_time(spec, span, count, x) for x in fine)
 
         return costs.segments(blocks, room, length, cost, prepass)
 
@@ -182,8 +182,8 @@ class Planner:
         if given or not isinstance(walk, StreamedSpec):
             return scan, False
         parts = self.axes(walk.role).heads * self.splits(walk) * segments
-        blocks = min(parts, resident_blocks(walk, self.device))
-        add = costs.adding(walk, parts, blocks, pieces * state // self.splits(walk))
+        room = resident_blocks(walk, self.device)
+        add = costs.adding(walk, parts, room, pieces * state // self.splits(walk))
         return min((scan, False), (add, True))
 
     def walk_segment(self, spec: WalkSpec) -> int:

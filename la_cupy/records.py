@@ -272,7 +272,7 @@ def stream_launch(problem: Problem, spec: StreamedSpec, walk: Walk, most: int) -
     course, state = walk.course, problem.d * problem.e * dtypes.ITEMSIZE[problem.state_dtype]
     slots = (course.segments - 1) * course.pieces if course.adds else 0
     added = slots * state // course.splits
-    took = costs.walk(spec, walk.grid, course.each, blocks, added) if blocks else None
+    took = costs.walk(spec, walk.grid, course.each, most, added) if blocks else None
     return replace(record.launch(spec, blocks), microseconds=took)
 
 
@@ -321,7 +321,11 @@ def step_launch(problem: Problem, spec: StepSpec, walk: Walk) -> Launch:
     record = _Record(STEP_PARAMS, problem.state_dtype)
     _put_walk(record, problem, spec, walk)
     record.values[0]["feature"] = FEATURE_MAPS.index(problem.options.feature_map)
-    return record.launch(spec, walk.grid)
+    size = problem.d * problem.e * dtypes.ITEMSIZE[problem.state_dtype]
+    moved = len(walk.states) * walk.axes.heads * size
+    queries = problem.n * prod(walk.axes.sizes[i] for i in walk.axes.group)
+    positions = (queries + problem.m) / 2
+    return replace(record.launch(spec, walk.grid), microseconds=costs.step(moved, positions))
 
 
 def scan_launch(
