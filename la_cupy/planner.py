@@ -155,7 +155,11 @@ class Planner:
         def prepass(count: int) -> float:
             span, pieces = -(-length * (count - 1) // count), count - 1
             fine = [1 << i for i in range(8) if i == 0 or pieces << i <= most]
-            return costs.LAUNCH + costs.FURTHER + min(self.sums_time(spec, span, count, x) for x in fine)
+            return (
+                costs.LAUNCH
+                + costs.FURTHER
+                + min(self.sums_time(spec, span, count, x) for x in fine)
+            )
 
         return costs.segments(blocks, room, length, cost, prepass)
 
