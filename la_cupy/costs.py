@@ -8,7 +8,15 @@ memory is from an H200's.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .kernels import KEYS, QUERIES, StateSpec, StreamedSpec, WalkSpec
+from .kernels import (
+    KEYS,
+    QUERIES,
+    RingSpec,
+    RingStateSpec,
+    StateSpec,
+    StreamedSpec,
+    WalkSpec,
+)
 
 LAUNCH = 5.2
 """Of a kernel, besides its parts: ramp and drain."""
@@ -33,6 +41,10 @@ _STREAM: dict[tuple[str, bool], dict[int | tuple[int, int], float]] = {
 # About, for all types and widths: nothing is predicted from these.
 _SWEEP = 4.0
 _ACCUMULATE = 1.6
+# About, for all widths: of `ring` in TF32, one of the blocks of a multiprocessor; not causal; in 3xTF32.
+_RING = {"Forward": 9.0, "GradQ": 15.0, "GradV": 9.5, "GradK": 13.0}
+_RING_SUMS = 4.0
+_UNMASKED, _IN_THREE = 0.5, 1.4
 # Of `scan`: besides, a megabyte that it reads or writes, and a piece.
 _SCAN = 1.1
 _SCAN_MEGABYTE = 0.53
@@ -52,16 +64,22 @@ def granule(spec: WalkSpec | StateSpec) -> float:
     if isinstance(spec, StreamedSpec):
         found, widths = _STREAM[spec.role, spec.causal], (spec.inner, spec.columns)
         return found.get(widths, found[max(widths)])
+    if isinstance(spec, RingSpec | RingStateSpec):
+        own = _RING[spec.role] if isinstance(spec, RingSpec) else _RING_SUMS
+        unmasked = isinstance(spec, RingSpec) and not spec.causal
+        return own * (_UNMASKED if unmasked else 1) * (_IN_THREE if spec.arith == "Tf32x3" else 1)
     return _ACCUMULATE if isinstance(spec, StateSpec) else _SWEEP
 
 
-def shared_out(parts: int, granules: int, room: int, cost: float) -> float:
+def shared_out(parts: int, granules: int, room: int, cost: float, together: int = 1) -> float:
     """Of blocks, for which there is `room`, that share out `parts` parts of `granules` each.
 
-    `cost` is that of a granule.
+    `cost` is that of a granule. `together`: blocks that share a multiprocessor's time. One of which
+    there are fewer is done sooner.
     """
+    rounds = max(1, -(-parts * together // room) / together)
     busy = min(parts, room) / room
-    return -(-parts // room) * (granules * cost * (ALONE + (1 - ALONE) * busy) + PART)
+    return rounds * (granules * cost * (ALONE + (1 - ALONE) * busy) + PART)
 
 
 @dataclass(frozen=True)
@@ -78,6 +96,7 @@ def segments(
     granules: int,
     cost: float,
     prepass: Callable[[int], float] | None = None,
+    together: int = 1,
 ) -> Segments:
     """The cut of least time of `granules` for each of `blocks` blocks, with room for `resident`.
 
@@ -86,7 +105,7 @@ def segments(
     """
 
     def time(count: int) -> float:
-        walk = shared_out(blocks * count, -(-granules // count), resident, cost)
+        walk = shared_out(blocks * count, -(-granules // count), resident, cost, together)
         return walk + (prepass(count) if prepass is not None and count > 1 else 0)
 
     # Enough pieces for two rounds of blocks; beyond that only the overheads grow.

@@ -29,8 +29,13 @@ KEYS = "Keys"
 QUERIES = "Queries"
 """The same of `stream_key_value`, over queries."""
 
+RING_CHUNK = 32
+"""Rows of a chunk of `ring`. With 64, fewer of its blocks have room on a multiprocessor: 1.13 ms
+instead of 0.75 at 4 x 16384 x 16 x 64 on an H200."""
+
 _ELEMENT = {"Bf16": 2, WGMMA: 2, STREAM: 2, "Tf32": 4, "Tf32x3": 4, "F64": 8}
 _STREAM_SHARED = 232448  # shared memory of a block on sm_90
+_RING_SHARED = 233472  # that of a multiprocessor, for which `ring` is compiled
 _BLOCK_RESERVED = 1024  # shared memory that CUDA itself takes from a multiprocessor for a block
 
 
@@ -152,6 +157,60 @@ class SweepSpec(KernelSpec):
         if self.arith == WGMMA and self.inner == 128:
             return 1
         return max(1, (384 if 2 * self.loaders <= self.workers else 512) // self.threads)
+
+
+@dataclass(frozen=True)
+class RingSpec(KernelSpec):
+    """`ring`: what `sweep` does, over arrays of float32; see kernels_cu/ring/config.cuh."""
+
+    role: str
+    causal: bool
+
+    source = "ring.cu"
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.workers
+
+    @property
+    def name(self) -> str:
+        """The kernel's C++ name."""
+        return (
+            f"la::ring<la::RingConfig<la::{self.arith}, la::{self.role}, la::{FEATURES[self.feature]}, "
+            f"{self.inner}, {self.columns}, {self.chunk}, {str(self.causal).lower()}>>"
+        )
+
+    @property
+    def through_features(self) -> bool:
+        return self.role in ("GradQ", "GradK")
+
+    @property
+    def shared_bytes(self) -> int:
+        """kSharedBytes of the configuration."""
+        through, by_query = self.through_features, self.role in ("Forward", "GradQ")
+        inner, columns, chunk, workers = self.inner, self.columns, self.chunk, self.workers
+        tiles = self._tile(inner) + through * self._tile(columns)
+        tiles += self.causal * (self._tile(inner) + self._tile(columns))
+        weights = self.causal * self._tile(max(chunk, 32))
+        groups = max(1, min(chunk // 16, workers // (chunk // 16)))
+        numbers = (2 + 4 * (self.role == "GradQ") + through) * inner + 2 * columns
+        numbers += chunk * (by_query * groups + 8 + 4 * through)
+        summed = {"Forward": inner, "GradQ": inner, "GradK": columns, "GradV": 0}[self.role]
+        dots = {"Forward": 1, "GradQ": DOTS, "GradK": DOTS, "GradV": 0}[self.role]
+        numbers += workers * max(self.causal * summed, chunk * dots)
+        return 2 * tiles + weights + 192 + 4 * numbers
+
+    @property
+    def resident(self) -> int:
+        """Blocks of a multiprocessor; kMinBlocks of the configuration."""
+        return _ring_blocks(self)
+
+
+def _ring_blocks(spec: "RingSpec | RingStateSpec") -> int:
+    """Blocks of a multiprocessor: `ring_blocks` of kernels_cu/ring/config.cuh."""
+    many = spec.inner > 64 or (spec.feature in EXPONENTIAL and spec.arith == "Tf32x3")
+    room = _RING_SHARED // (spec.shared_bytes + _BLOCK_RESERVED)
+    return max(1, min(room, (256 if many else 384) // spec.threads))
 
 
 @dataclass(frozen=True)
@@ -328,6 +387,31 @@ class StateSpec(KernelSpec):
 
 
 @dataclass(frozen=True)
+class RingStateSpec(StateSpec):
+    """`ring_sums`: what `accumulate` does, over arrays of float32."""
+
+    source = "ring_sums.cu"
+
+    @property
+    def name(self) -> str:
+        """The kernel's C++ name."""
+        return (
+            f"la::ring_sums<la::RingSumsConfig<la::{self.arith}, la::{FEATURES[self.feature]}, "
+            f"{str(self.reversed).lower()}, {self.inner}, {self.columns}, {self.chunk}>>"
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        """kSharedBytes of the configuration."""
+        return 2 * (-(-super().shared_bytes // 128) * 128)  # of both slots
+
+    @property
+    def resident(self) -> int:
+        """Blocks of a multiprocessor; kMinBlocks of the configuration."""
+        return _ring_blocks(self)
+
+
+@dataclass(frozen=True)
 class ScanSpec:
     """`scan`: from the pieces' sums to the states before them."""
 
@@ -399,7 +483,7 @@ class StepSpec:
 
 
 StreamedSpec = StreamSpec | KeyValueSpec  # whose arrays need tensor maps
-WalkSpec = SweepSpec | StreamedSpec
+WalkSpec = SweepSpec | RingSpec | StreamedSpec
 Spec = WalkSpec | StateSpec | ScanSpec | RelevelSpec | StepSpec
 
 
@@ -539,6 +623,38 @@ def key_value_spec(
     if width != padded(e, STREAM):
         return None
     spec = KeyValueSpec(STREAM, feature, width, width, 64, 2, role, causal)
+    return spec if spec.shared_bytes <= device.shared_per_block else None
+
+
+def _has_ring(arith: str, d: int, e: int, device: DeviceInfo) -> bool:
+    return arith in ("Tf32", "Tf32x3") and device.arch == 90 and max(d, e) <= 128
+
+
+def _ring_widths(arith: str, inner: int, columns: int) -> tuple[int, int]:
+    """Padded: a warp has 16 columns, and two of them too few registers for rows of 128."""
+    rows = padded(inner, arith)
+    return rows, max(padded(columns, arith), rows // 2)
+
+
+def ring_spec(
+    role: str, arith: str, feature: str, d: int, e: int, causal: bool, device: DeviceInfo
+) -> RingSpec | None:
+    """The specialisation of `ring`, where there is one; its arrays must be of float32."""
+    if not _has_ring(arith, d, e, device):
+        return None
+    widths = _ring_widths(arith, *((d, e) if role in ("Forward", "GradV") else (e, d)))
+    spec = RingSpec(arith, feature, *widths, RING_CHUNK, 2, role, causal)
+    return spec if spec.shared_bytes <= device.shared_per_block else None
+
+
+def ring_state_spec(
+    arith: str, feature: str, d: int, e: int, is_reversed: bool, device: DeviceInfo
+) -> RingStateSpec | None:
+    """The specialisation of `ring_sums`, where there is one; its arrays must be of float32."""
+    if not _has_ring(arith, d, e, device):
+        return None
+    inner, columns = _ring_widths(arith, d, e)
+    spec = RingStateSpec(arith, feature, inner, columns, RING_CHUNK, 2, inner, is_reversed)
     return spec if spec.shared_bytes <= device.shared_per_block else None
 
 

@@ -10,6 +10,8 @@ from .kernels import (
     KEYS,
     QUERIES,
     KeyValueSpec,
+    RingSpec,
+    RingStateSpec,
     StateSpec,
     StepSpec,
     StreamedSpec,
@@ -19,6 +21,8 @@ from .kernels import (
     arithmetic,
     key_value_spec,
     resident_blocks,
+    ring_spec,
+    ring_state_spec,
     state_spec,
     stream_spec,
     sweep_spec,
@@ -49,6 +53,7 @@ _STEP_ROWS = 64
 
 # `stream` multiplies a / b, or a and b, with lengths of rows and counts: 1e30 and 1e5 are in range then.
 _FARTHEST = 1e3
+_LONG_SEGMENT = 2048
 _ONE_CHUNK = "one chunk does not fill the warps that it has for several"
 _BY_QUERY = ("Forward", "GradQ")  # whose rows are queries
 _MAKES_VALUES = {"Forward": True, "GradV": True, "GradQ": False, "GradK": False}  # E columns, or D
@@ -72,9 +77,9 @@ def granules(length: int) -> int:
     return -(-length // GRANULE)
 
 
-def segment_length(length: int, count: int) -> int:
-    """Positions in each of `count` segments, the last of which may have fewer."""
-    return max(1, -(-granules(length) // count)) * GRANULE
+def segment_length(length: int, count: int, step: int = 1) -> int:
+    """Positions in each of `count` segments, whole steps of granules; the last one may have fewer."""
+    return max(1, -(-granules(length) // (count * step))) * step * GRANULE
 
 
 class Planner:
@@ -90,9 +95,16 @@ class Planner:
         # With no query there is nothing to mask, and no head to walk for.
         self.causal = problem.options.causal and prod(problem.lead) > 0
 
-    def spec(self, role: str) -> SweepSpec | StreamSpec:
+    def spec(self, role: str) -> SweepSpec | RingSpec | StreamSpec:
         p, o = self.p, self.p.options
         widths = p.d, p.e, self.causal, self.device
+        ring = ring_spec(role, self.arith, o.feature_map, *widths)
+        if ring is not None and not self.narrow_arrays:
+            return ring
+        if ring is not None:
+            self.reasons.append(
+                f"{role} does not run on `ring`, which has rows of float32 only: {self.narrow_arrays}"
+            )
         if stream_spec(role, self.arith, "identity", *widths) is None:
             return self.sweep_spec(role)
         why = self.why_not_stream(role)
@@ -112,6 +124,15 @@ class Planner:
         if o.b != 0 and abs(o.a) > _FARTHEST * abs(o.b):
             return f"it divides a by b, here {o.a:g} by {o.b:g}"
         return ""
+
+    @property
+    def narrow_arrays(self) -> str:
+        """The arrays that are not of float32, where there is a `ring` for others."""
+        named = ("q", "k", "v", "dout")
+        layouts = ((name, getattr(self.p, name)) for name in named)
+        return ", ".join(
+            f"{name} of {x.dtype}" for name, x in layouts if x is not None and x.dtype != "float32"
+        )
 
     def sweep_spec(self, role: str) -> SweepSpec:
         p, axes = self.p, self.axes(role)
@@ -148,9 +169,11 @@ class Planner:
         blocks = self.axes(spec.role).heads * self.splits(spec)
         length = granules(self.positions(not is_reversed)[2])
         cost, room = costs.granule(spec), resident_blocks(spec, self.device)
+        together = self.together(spec)
         if not self.causal:
-            return costs.segments(blocks, room, length, cost)
-        most = room // max(1, self.state_blocks(self.prepass_spec(is_reversed)))
+            return costs.segments(blocks, room, length, cost, together=together)
+        sums = self.prepass_spec(is_reversed)
+        most = self.most_pieces(sums, self.state_blocks(sums))
 
         def prepass(count: int) -> float:
             span, pieces = -(-length * (count - 1) // count), count - 1
@@ -161,7 +184,21 @@ class Planner:
                 + min(self.sums_time(spec, span, count, x) for x in fine)
             )
 
-        return costs.segments(blocks, room, length, cost, prepass)
+        return costs.segments(blocks, room, length, cost, prepass, together)
+
+    def together(self, spec: WalkSpec | StateSpec) -> int:
+        """Blocks that share a multiprocessor's time, where they are small ones."""
+        if not isinstance(spec, RingSpec | RingStateSpec):
+            return 1
+        return resident_blocks(spec, self.device) // self.device.multiprocessors
+
+    def most_pieces(self, spec: StateSpec | StreamedSpec, blocks: int) -> int:
+        """Pieces that a pre-pass may have, each with so many blocks.
+
+        Where some multiprocessors have three blocks and others two, small ones even it out.
+        """
+        rounds = 1 if self.together(spec) == 1 else 4
+        return rounds * resident_blocks(spec, self.device) // max(1, blocks)
 
     def sums_time(self, walk: WalkSpec, span: int, segments: int, fine: int) -> float:
         """Of the pre-pass of `walk`, `fine` pieces a segment, and of what then joins these; besides launches.
@@ -171,7 +208,8 @@ class Planner:
         spec, pieces = self.prepass_spec(walk.role not in _BY_QUERY), (segments - 1) * fine
         blocks, room = self.state_blocks(spec) * pieces, resident_blocks(spec, self.device)
         each = -(-span // pieces)
-        sums = costs.shared_out(blocks, each, room, costs.granule(spec))
+        cost, together = costs.granule(spec), self.together(spec)
+        sums = costs.shared_out(blocks, each, room, cost, together)
         return sums + self.joining(walk, segments, fine)[0]
 
     def joining(self, walk: WalkSpec, segments: int, fine: int) -> tuple[float, bool]:
@@ -193,7 +231,10 @@ class Planner:
     def walk_segment(self, spec: WalkSpec) -> int:
         """Positions in a segment of the walk of `spec`."""
         length = self.positions(spec.role in _BY_QUERY)[2]
-        segment = segment_length(length, self.segments(spec).count)
+        count = self.segments(spec).count
+        # Long segments can be summed in two or four pieces each, see most_pieces.
+        several = self.together(spec) > 1 and length >= count * _LONG_SEGMENT
+        segment = segment_length(length, count, 4 if several else 1)
         if segment < length:
             blocks = self.axes(spec.role).heads * self.splits(spec)
             self.reasons.append(
@@ -202,7 +243,9 @@ class Planner:
             )
         return segment
 
-    def narrowed(self, spec: SweepSpec | StreamSpec) -> SweepSpec | StreamSpec:
+    def narrowed(
+        self, spec: SweepSpec | RingSpec | StreamSpec
+    ) -> SweepSpec | RingSpec | StreamSpec:
         """`spec`, or with half the columns, where to split them takes less time than to cut the sequence."""
         if not (self.causal and isinstance(spec, StreamSpec) and spec.columns == 128):
             return spec
@@ -237,7 +280,7 @@ class Planner:
         if walk is not None and total is None and pieces > 1:
             spec = self.prepass_spec(is_reversed)
             blocks = self.state_blocks(spec) * (pieces - 1)
-            room = max(1, resident_blocks(spec, self.device) // max(1, blocks))
+            room = max(1, self.most_pieces(spec, blocks))
             whole = segment // GRANULE
 
             def fits(count: int) -> bool:
@@ -297,10 +340,11 @@ class Planner:
             course = replace(span, chunks=chunks, each=each, splits=splits)
             return Walk(axes, course, tensors, rows, {"final": into})
 
-        spec, stream = self.state_spec(is_reversed), self.prepass_spec(is_reversed)
-        launch = walk_launch(p, spec, walk(spec))
+        stream = self.prepass_spec(is_reversed)
         if isinstance(stream, StateSpec):
-            return launch
+            return walk_launch(p, stream, walk(stream))
+        spec = self.state_spec(is_reversed)
+        launch = walk_launch(p, spec, walk(spec))
         made = stream_launch(p, stream, walk(stream), resident_blocks(stream, self.device))
         return launch if made is None else replace(made, instead=(launch,))
 
@@ -325,6 +369,9 @@ class Planner:
     def prepass_spec(self, is_reversed: bool) -> StateSpec | StreamedSpec:
         """What sums over a piece: `stream` or `stream_key_value` where they can."""
         of = self.arith, self.p.options.feature_map, self.p.d, self.p.e
+        ring = ring_state_spec(*of, is_reversed, self.device)
+        if ring is not None and not self.narrow_arrays:
+            return ring
         stream: StreamedSpec | None
         if not is_reversed:
             stream = stream_spec(KEYS, *of, True, self.device)
@@ -346,7 +393,8 @@ class Planner:
         spec = self.prepass_spec(is_reversed)
         length = self.positions(is_reversed)[2]
         room, cost = resident_blocks(spec, self.device), costs.granule(spec)
-        cut = costs.segments(self.state_blocks(spec), room, granules(length), cost)
+        blocks, together = self.state_blocks(spec), self.together(spec)
+        cut = costs.segments(blocks, room, granules(length), cost, together=together)
         segment = segment_length(length, cut.count)
         total = result if result is not None else self.arrays.slots(f"{name}.total", 1)
         self.states(name, is_reversed, segment, rows, start, total)
@@ -368,7 +416,7 @@ class Planner:
 
     def walk(
         self,
-        spec: SweepSpec | StreamSpec,
+        spec: SweepSpec | RingSpec | StreamSpec,
         cut: Cut,
         tensors: dict[str, Tensor],
         rows: dict[str, RowRef],
@@ -390,7 +438,7 @@ class Planner:
         )
         return tuple(walk_launch(self.p, spec, walk) for walk in walks if walk.grid)
 
-    def dots(self, spec: SweepSpec) -> RowRef:
+    def dots(self, spec: SweepSpec | RingSpec) -> RowRef:
         """A workspace for the sums over a row of each split."""
         queries, splits = spec.role in _BY_QUERY, self.splits(spec)
         lead = self.arrays.lead if queries else self.arrays.state_lead

@@ -12,6 +12,7 @@ from .checks import FEATURE_MAPS
 from .kernels import (
     KeyValueSpec,
     RelevelSpec,
+    RingSpec,
     ScanSpec,
     Spec,
     StateSpec,
@@ -247,8 +248,8 @@ class Walk:
         return self.axes.heads * self.course.segments * self.course.splits
 
 
-def walk_launch(problem: Problem, spec: SweepSpec | StateSpec, walk: Walk) -> Launch:
-    """The launch of `sweep` or `accumulate`."""
+def walk_launch(problem: Problem, spec: SweepSpec | RingSpec | StateSpec, walk: Walk) -> Launch:
+    """The launch of `sweep`, `ring`, `accumulate` or `ring_sums`."""
     record = _Record(PARAMS, problem.state_dtype)
     _put_walk(record, problem, spec, walk)
     return record.launch(spec, walk.grid)

@@ -17,12 +17,16 @@ from la_cupy.kernels import (
     STREAM,
     NoKernelError,
     RelevelSpec,
+    RingSpec,
+    RingStateSpec,
     ScanSpec,
     Spec,
     StateSpec,
     StepSpec,
     WalkSpec,
     key_value_spec,
+    ring_spec,
+    ring_state_spec,
     state_spec,
     stream_spec,
     sweep_spec,
@@ -46,13 +50,12 @@ KERNELS = (
 
 MatrixSpec = WalkSpec | StateSpec
 OTHERS: tuple[Spec, ...] = (
-    ScanSpec(False),
     ScanSpec(True),
     RelevelSpec(True),
     StepSpec(False, STEP_WIDTH),
     StepSpec(True, STEP_WIDTH),
 )
-"""Kernels of which there is one for each type of the sums; `relevel` needs most in float64."""
+"""Kernels of which there is one for each type of the sums; `scan` and `relevel` need most registers in float64."""
 
 
 def matrix_spec(
@@ -65,8 +68,18 @@ def matrix_spec(
     shared: bool = False,
     mapped: bool = True,
 ) -> MatrixSpec:
-    """What a plan takes for one of KERNELS, where k and v are `shared` by heads or not, and where arrays are `mapped` or not."""
+    """What a plan takes for one of KERNELS, where k and v are `shared` by heads or not.
+
+    `mapped`: `stream` has maps of the arrays, and `ring` finds them to be of float32.
+    """
     role, causal = kernel
+    ring: RingSpec | RingStateSpec | None
+    if role in ROLES:
+        ring = ring_spec(role, arith, feature, d, e, causal, device)
+    else:
+        ring = ring_state_spec(arith, feature, d, e, role == "queries", device)
+    if mapped and ring is not None:
+        return ring
     if role in ROLES:
         stream = stream_spec(role, arith, feature, d, e, causal, device)
         if role in ("GradK", "GradV") and not (causal and shared):  # in one walk
@@ -148,11 +161,13 @@ def choices(spec: MatrixSpec) -> tuple[tuple[str, object], ...]:
     causal = spec.causal if walks else None
     # `stream` has code and registers of its own for each walk and both widths.
     streams = spec.arith == STREAM
+    rings = isinstance(spec, RingSpec | RingStateSpec)
     return (
         ("arithmetic", spec.arith),
         ("kernel", kernel),
         ("causal", causal),
         ("stream", (kernel, causal) if streams else None),
+        ("ring", rings),
         ("both widths", (spec.inner, spec.columns) if streams else None),
         ("feature", spec.feature),
         ("inner", spec.inner),

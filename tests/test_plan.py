@@ -42,6 +42,8 @@ from la_cupy.kernels import (
     STREAM,
     WGMMA,
     NoKernelError,
+    RingSpec,
+    RingStateSpec,
     ScanSpec,
     StateSpec,
     StreamSpec,
@@ -90,7 +92,7 @@ def test_feature_map_changes_the_name_only(feature_map: str, device: DeviceInfo)
     """But that `stream` has none with exponentials, and one walk for dk and dv only for identity."""
     for kernel, arith, mapped in product(KERNELS, ARITHMETICS, (False, True)):
         spec = matrix_spec(kernel, arith, feature_map, 64, 64, device, mapped=mapped)
-        mapped = mapped and isinstance(spec, StreamSpec)
+        mapped = mapped and isinstance(spec, StreamSpec | RingSpec | RingStateSpec)
         plain = matrix_spec(kernel, arith, "identity", 64, 64, device, mapped=mapped)
         assert spec.name == plain.name.replace("Identity", feature_map.capitalize())
 

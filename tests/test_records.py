@@ -13,7 +13,15 @@ from emulation.backend import emulated_map, filled
 from plans import array, assert_runnable
 from specialisations import A100, ARITHMETICS, B200, H200, KERNELS, L40, specialisations
 
-from la_cupy.kernels import RelevelSpec, ScanSpec, StepSpec, StreamSpec, SweepSpec
+from la_cupy.kernels import (
+    RelevelSpec,
+    RingSpec,
+    RingStateSpec,
+    ScanSpec,
+    StepSpec,
+    StreamSpec,
+    SweepSpec,
+)
 from la_cupy.params import (
     MAP_BYTES,
     MAPS,
@@ -123,6 +131,8 @@ def test_shared_memory_and_threads_as_the_kernels_have_them(arith: str) -> None:
         if isinstance(spec, SweepSpec):
             lines.append(f"static_assert({config}::kMinBlocks == {spec.resident});")
             lines.append(f"static_assert({config}::kLoaders == {spec.loaders});")
+        if isinstance(spec, RingSpec | RingStateSpec):
+            lines.append(f"static_assert({config}::kMinBlocks == {spec.resident});")
         if isinstance(spec, StreamSpec):
             lines.append(f"static_assert({config}::kSlots == {spec.slots});")
             lines.append(f"static_assert({config}::kRowSlots == {spec.row_slots});")

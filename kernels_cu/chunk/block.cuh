@@ -88,7 +88,7 @@ struct Block : Part<Config> {
   // With a zero that the compiler does not know: addresses are then not computed ahead of loops and barriers, where they would
   // occupy registers all along. A register's is the quicker one, and shared memory's the one that takes no register.
   LA_DEVICE unsigned char* shared() const {
-    return dynamic_shared() + (sizeof(typename Config::Elem) == 2 ? unknown_zero() : zero);
+    return dynamic_shared() + (Config::kZeroInRegister ? unknown_zero() : zero);
   }
 
   LA_DEVICE unsigned char* tiles(int copy) const { return shared() + copy % Config::kCopies * Config::kTiles; }

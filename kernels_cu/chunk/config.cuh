@@ -1,6 +1,6 @@
 // Everything that is fixed when a kernel is compiled, and where its shared memory lies.
 #pragma once
-#include "chunk/rows.cuh"
+#include "chunk/streamed.cuh"
 
 namespace la {
 
@@ -52,7 +52,9 @@ struct SweepConfig {
   static constexpr int kWorkers = Columns / (8 * Slices);
   static constexpr int kLoaders = Loaders;
   static constexpr int kWorkerThreads = 32 * kWorkers, kLoaderThreads = 32 * kLoaders;
-  static constexpr int kThreads = kWorkerThreads + kLoaderThreads;
+  static constexpr int kThreads = kWorkerThreads + kLoaderThreads, kFirstLoader = kWorkerThreads;
+  static constexpr bool kStraight = false;  // results go by a stage to their array
+  static constexpr bool kZeroInRegister = sizeof(Elem) == 2;  // see Block::shared
   // Where rows are wide, or a warpgroup has a wide state, one block has the multiprocessor and its registers to itself.
   static constexpr bool kAlone = larger(Inner, Row) * static_cast<int>(sizeof(Elem)) >= 512 || sizeof(Acc) == 8 ||
                                  (Arith::kWarpgroups && Inner == 128);
@@ -75,17 +77,23 @@ struct SweepConfig {
   static_assert(Chunk % 16 == 0 && Columns % (8 * Slices) == 0 && Columns <= Row, "blocks must tile the result");
   static_assert(kWorkers >= 1 && (kWorkers % kRowBlocks == 0 || kRowBlocks % kWorkers == 0), "warps must tile the weights");
 
+  // Shared memory. The tiles of a chunk and its result exist twice: the next chunk is put down while this one is worked on, and
+  // the result of the one before leaves. In float64 there is room for one copy of the tiles, and no registers for rows that
+  // wait: loaders and workers take turns.
+  static constexpr int kCopies = sizeof(Acc) == 8 ? 1 : 2;
+  static constexpr bool kPrefetch = kCopies == 2;
+
+  // Of wide rows in float64 a lane has no registers for all that it brings where it masks, not even of one array.
+  static constexpr bool kStreamed = !kPrefetch && Causal && larger(Inner, Row) > 128;
+  template <int Width>
+  using LoadedRows = typename WaitingRows<kStreamed>::template Type<Arith, Width, Chunk, kLoaderThreads, kFirstLoader>;
+
   using InnerTile = typename Arith::template Tile<Inner, Chunk>;
   using ColumnTile = typename Arith::template Tile<Columns, Chunk>;
   using WeightsTile = typename Arith::template Tile<kWeightsWidth, Chunk>;
   using VectorLines = typename Arith::template Tile<Inner, 8>;
   using SourceLines = typename Arith::template Tile<kWeightsWidth, 8>;
 
-  // Shared memory. The tiles of a chunk and its result exist twice: the next chunk is put down while this one is worked on, and
-  // the result of the one before leaves. In float64 there is room for one copy of the tiles, and no registers for rows that
-  // wait: loaders and workers take turns.
-  static constexpr int kCopies = sizeof(Acc) == 8 ? 1 : 2;
-  static constexpr bool kPrefetch = kCopies == 2;
   static constexpr int kA = 0;
   static constexpr int kB = kA + InnerTile::bytes(Chunk);
   static constexpr int kC = kB + (Causal ? InnerTile::bytes(Chunk) : 0);
@@ -139,6 +147,8 @@ struct StateConfig {
   static constexpr int kInner = Inner, kRow = Row, kColumns = Columns, kChunk = Chunk, kSlices = Slices;
   static constexpr int kWarps = Columns / (8 * Slices);
   static constexpr int kThreads = 32 * kWarps;
+  template <int Width>
+  using LoadedRows = Rows<Arith, Width, Chunk, kThreads>;
 
   using InnerTile = typename Arith::template Tile<Inner, Chunk>;
   using ColumnTile = typename Arith::template Tile<Columns, Chunk>;

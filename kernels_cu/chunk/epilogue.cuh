@@ -45,7 +45,7 @@ struct Epilogue {
     if constexpr (Role::kThroughFeatures) {
       if (p.phase != kApply) row_dots(result, running);
     } else {
-      P::store(block.stage(copy), result);
+      leave(result);
     }
   }
 
@@ -56,9 +56,46 @@ struct Epilogue {
       sync_named(kAmongWorkers, Config::kWorkerThreads);
       if (p.phase == kDots) return;
       apply(result, running);
+      leave(result);
+    }
+  }
+
+  LA_DEVICE void leave(typename P::Result& result) const {
+    if constexpr (Config::kStraight) {
+      write(result);
+    } else {
       P::store(block.stage(copy), result);
     }
   }
+
+  // From the registers to global memory, in float32: eight lanes have neighbouring columns, the 32 bytes that memory moves at a time.
+  LA_DEVICE void write(typename P::Result& result) const {
+    if (p.dst.data == 0) return;
+    if (span.whole(Config::kChunk) && width() >= Config::kColumns) {
+      write(result, [](int, int) { return true; });
+    } else {
+      write(result, [&](int row, int column) { return span.holds(row) && column < width(); });
+    }
+  }
+  template <class Exists>
+  LA_DEVICE void write(typename P::Result& result, Exists exists) const {
+    const i64 first = (span.first + P::row(0, 0)) * p.dst.row + block.column0 + P::column(0);
+    float* to = reinterpret_cast<float*>(block.places.dst) + first;
+#pragma unroll
+    for (int set = 0; set < P::kSets; ++set) {
+#pragma unroll
+      for (int i = 0; i < P::kRows; ++i) {
+#pragma unroll
+        for (int c = 0; c < P::kColumns; ++c) {
+          if (exists(P::row(set, i), P::column(c))) store_number(to + (P::column(c) - P::column(0)), P::at(result, set, i, c));
+        }
+        to += (P::row(set + (i + 1) / P::kRows, (i + 1) % P::kRows) - P::row(set, i)) * p.dst.row;
+      }
+    }
+  }
+
+  // Columns of the result from the block's first one on.
+  LA_DEVICE int width() const { return (Role::kKeyFeatures ? p.e : p.d) - block.column0; }
 
   // Each warp finds the factors of all rows for itself, a row or two a lane: waiting for another would take longer.
   LA_DEVICE void normalise(typename P::Result& result) {
@@ -180,8 +217,7 @@ struct Epilogue {
   LA_DEVICE void copy_out() {
     if (p.dst.data == 0 || p.phase == kDots) return;
     using R = Rows<Arith, Config::kColumns, Config::kChunk, Config::kWorkerThreads>;
-    R::copy_out(p.dst, block.places.dst, span, block.column0,
-                (Role::kKeyFeatures ? p.e : p.d) - block.column0, block.stage(copy));
+    R::copy_out(p.dst, block.places.dst, span, block.column0, width(), block.stage(copy));
   }
 };
 

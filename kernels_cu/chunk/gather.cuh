@@ -11,8 +11,8 @@ struct Gather {
   using Acc = typename Config::Acc;
   using Feature = typename Config::Feature;
   using P = Products<Config>;
-  using RowsB = Rows<Arith, Config::kRow, Config::kChunk, Config::kThreads>;
-  using RowsC = Rows<Arith, Config::kColumns, Config::kChunk, Config::kThreads>;
+  using RowsB = typename Config::template LoadedRows<Config::kRow>;
+  using RowsC = typename Config::template LoadedRows<Config::kColumns>;
   static constexpr bool kReversed = Config::kReversed;
   static constexpr int kOffset = Feature::kAtZero;
 
@@ -56,14 +56,23 @@ struct Gather {
 
   LA_DEVICE Span span(i32 step) const { return reach.chunk(step * Config::kChunk, Config::kChunk); }
 
-  LA_DEVICE void fetch(i32 step, i32 member) {
-    const Span rows = span(step);
+  LA_DEVICE Head head_of(i32 member) const {
     Head at = head;
     if (kReversed && group > 1) at.place(p, static_cast<u32>(member), p.outer, p.rank);
-    const Tensor& tb = kReversed ? p.q : p.k;
-    const Tensor& tc = kReversed ? p.dout : p.v;
-    b.fetch(tb, at.template address<Arith>(tb), rows, 0, p.d);
-    c.fetch(tc, at.template address<Arith>(tc), rows, column0, p.e - column0);
+    return at;
+  }
+  LA_DEVICE const Tensor& array_b() const { return kReversed ? p.q : p.k; }
+  LA_DEVICE const Tensor& array_c() const { return kReversed ? p.dout : p.v; }
+
+  LA_DEVICE void fetch(i32 step, i32 member) {
+    const Span rows = span(step);
+    const Head at = head_of(member);
+    b.fetch(array_b(), at.template address<Arith>(array_b()), rows, 0, p.d);
+    c.fetch(array_c(), at.template address<Arith>(array_c()), rows, column0, p.e - column0);
+    fetch_numbers(at, rows);
+  }
+
+  LA_DEVICE void fetch_numbers(const Head& at, Span rows) {
     if constexpr (kReversed) {
       den_c = RowsC::fetch(p.den, at.offset(p.den.lead), rows, Acc(1));
       delta_b = RowsB::fetch(p.delta, at.offset(p.delta.lead), rows, Acc(0));
@@ -80,7 +89,7 @@ struct Gather {
       }
       if constexpr (kReversed) delta_b.x[pass] *= -scalar_b<Acc>(p);
     }
-    const i32 dtype_b = (kReversed ? p.q : p.k).dtype;
+    const i32 dtype_b = element_type<Arith>(array_b());
     typename RowsB::Norms norms = b.norms(p);
 #pragma unroll
     for (int batch = 0; batch < RowsB::kBatches; ++batch) {
@@ -101,7 +110,7 @@ struct Gather {
     if constexpr (kReversed) RowsC::invert(p, den_c);
 #pragma unroll
     for (int batch = 0; batch < RowsC::kBatches; ++batch) {
-      typename RowsC::Batch v = c.values(batch, (kReversed ? p.dout : p.v).dtype);
+      typename RowsC::Batch v = c.values(batch, element_type<Arith>(array_c()));
       if constexpr (kReversed) {
         Acc inverse[RowsC::kBatch];
         den_c.read(inverse, batch);
@@ -114,11 +123,15 @@ struct Gather {
     }
   }
 
-  LA_DEVICE void run() {
+  LA_DEVICE void begin() {
     RowsB::clear(inner_sum);
     RowsC::clear(column_sum);
     StateCells<Config, true>::clear(state);
     if (!kReversed && p.levelled) find_level();
+  }
+
+  LA_DEVICE void run() {
+    begin();
     i32 step = -1;
     i32 member = group - 1;
 #pragma unroll 1

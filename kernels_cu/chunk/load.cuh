@@ -2,7 +2,6 @@
 // memory. No array is read twice for its norms, features or sums.
 #pragma once
 #include "chunk/running_sums.cuh"
-#include "chunk/streamed.cuh"
 
 namespace la {
 
@@ -14,13 +13,8 @@ struct Load {
   using Acc = typename Config::Acc;
   using Turn = typename Block<Config>::Turn;
   static constexpr int kColumnWidth = Role::kKeyFeatures ? Config::kColumns : Config::kRow;
-  // Of wide rows in float64 a lane has no registers for all that it brings where it masks, not even of one array.
-  static constexpr bool kStreamed = !Config::kPrefetch && Config::kCausal && larger(Config::kInner, Config::kRow) > 128;
-  template <int Width>
-  using LoadedRows = typename WaitingRows<kStreamed>::template Type<Arith, Width, Config::kChunk, Config::kLoaderThreads,
-                                                                    Config::kWorkerThreads>;
-  using InnerRows = LoadedRows<Config::kInner>;
-  using ColumnRows = LoadedRows<kColumnWidth>;
+  using InnerRows = typename Config::template LoadedRows<Config::kInner>;
+  using ColumnRows = typename Config::template LoadedRows<kColumnWidth>;
   static constexpr bool kForward = kSame<Role, Forward>, kGradQ = kSame<Role, GradQ>, kGradV = kSame<Role, GradV>,
                         kGradK = kSame<Role, GradK>;
 
@@ -204,7 +198,7 @@ struct Load {
   LA_DEVICE void fetch_numbers(Turn t) {
     if (kNumbers == 0 || !block.exists(t)) return;
     const Span span = kGradQ ? block.rows_at(t.step) : block.sources_at(t.step);
-    const i32 id = thread() - Config::kWorkerThreads;
+    const i32 id = thread() - Config::kFirstLoader;
 #pragma unroll
     for (int pass = 0; pass < kNumbersEach; ++pass) {
       const i32 i = id + pass * Config::kLoaderThreads, row = i % Config::kChunk;
@@ -218,7 +212,7 @@ struct Load {
   LA_DEVICE void put_numbers(Turn t) const {
     if (kNumbers == 0 || !block.exists(t)) return;
     const int copy = kGradQ ? t.row_copy() : t.copy;
-    const i32 id = thread() - Config::kWorkerThreads;
+    const i32 id = thread() - Config::kFirstLoader;
 #pragma unroll
     for (int pass = 0; pass < kNumbersEach; ++pass) {
       const i32 i = id + pass * Config::kLoaderThreads;
@@ -235,7 +229,7 @@ struct Load {
 
   template <Outside Outside = kZero, class R>
   LA_DEVICE typename R::Batch features(R& rows, typename R::Norms& norms, int batch, const Tensor& t, Span span) const {
-    typename R::Batch v = rows.values(batch, t.dtype);
+    typename R::Batch v = rows.values(batch, element_type<Arith>(t));
     R::normalise(p, v, norms);
     R::template map<Feature, Outside>(v, span, p.d);
     return v;
@@ -251,7 +245,7 @@ struct Load {
 
   LA_DEVICE void put_a(Turn t) {
     if constexpr (kGradK) {
-      if constexpr (!kCopyA) a.store_less(block.tile_a(t.row_copy()), block.level(), p.v.dtype);
+      if constexpr (!kCopyA) a.store_less(block.tile_a(t.row_copy()), block.level(), element_type<Arith>(p.v));
     } else {
       put_a_batches(t);
     }
@@ -275,7 +269,7 @@ struct Load {
       }
       if constexpr (kGradV) v = features<kAny>(a, of_a, batch, p.k, span);
       if constexpr (kGradQ) {
-        v = a.values(batch, p.dout.dtype);
+        v = a.values(batch, element_type<Arith>(p.dout));
         scale<R>(v, copy, batch);
       }
       R::store(block.tile_a(copy), v);
@@ -303,7 +297,7 @@ struct Load {
       typename R::Norms of_x = x.norms(p);
 #pragma unroll
       for (int batch = 0; batch < R::batches(); ++batch) {
-        typename R::Batch v = x.values(batch, array_x().dtype);
+        typename R::Batch v = x.values(batch, element_type<Arith>(array_x()));
         R::normalise(p, v, of_x);
         R::store(block.tile_x(copy), v, block.column0);
         if (p.unit_norm) R::store(block.numbers(copy, kNorm), batch, of_x.inverse + R::held(v.first));
@@ -325,11 +319,11 @@ struct Load {
         typename R::Batch v;
         if constexpr (Role::kKeyFeatures) v = features(b, of_b, batch, array_b(), span);
         if constexpr (kGradQ) {
-          v = b.values(batch, p.v.dtype);
+          v = b.values(batch, element_type<Arith>(p.v));
           R::subtract(v, span, block.level());
         }
         if constexpr (kGradK) {
-          v = b.values(batch, p.dout.dtype);
+          v = b.values(batch, element_type<Arith>(p.dout));
           scale<R>(v, t.copy, batch);
         }
         R::store(block.tile_b(t.copy), v);
@@ -354,10 +348,10 @@ struct Load {
 #pragma unroll
       for (int batch = 0; batch < R::batches(); ++batch) {
         typename R::Batch v;
-        if constexpr (kForward) v = c.values(batch, p.v.dtype);
+        if constexpr (kForward) v = c.values(batch, element_type<Arith>(p.v));
         if constexpr (kGradQ) v = features<kShifted>(c, of_c, batch, p.k, span);  // less Config::kKeyOffset
         if constexpr (kGradV) {
-          v = c.values(batch, p.dout.dtype);
+          v = c.values(batch, element_type<Arith>(p.dout));
           scale<R>(v, t.copy, batch);
         }
         if constexpr (kGradK) v = features<kAny>(c, of_c, batch, p.q, span);  // it meets zeros of B, of W and of delta
@@ -381,7 +375,7 @@ struct Load {
   LA_DEVICE void add_sums(Turn t) {
     if constexpr (Config::kCausal) {
       const int now = t.copy;
-      const int id = thread() - Config::kWorkerThreads;
+      const int id = thread() - Config::kFirstLoader;
       if constexpr (kForward || kGradQ) {
         const Acc count = block.count_before(t.step + 1);
         for (int i = id; i < Config::kInner; i += Config::kLoaderThreads) {

@@ -22,7 +22,8 @@ struct Work {
   const Block<Config>& block;
   typename P::State& state;
 
-  LA_DEVICE void run() {
+  // The state before the segment.
+  LA_DEVICE void begin() {
     if (p.start.kv != 0) {
       StateIO::read(state, p, StatePlace::find<Acc>(p.start, block.head, p, block.first_slot(p)).kv, block.column0);
       if constexpr (kGradQ && Config::kKeyOffset != 0) {
@@ -31,6 +32,10 @@ struct Work {
     } else {
       StateIO::clear(state);
     }
+  }
+
+  LA_DEVICE void run() {
+    begin();
     typename P::Result result, running;
     Turn now;
 #pragma unroll 1

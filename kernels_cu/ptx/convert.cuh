@@ -51,4 +51,13 @@ LA_DEVICE u32 to_tf32(float x) {
   return r;
 }
 
+// The same of what arithmetic has made, whose NaN is 0x7fffffff, for a product, which cuts off the lower bits: one instruction on
+// sm_90, where the other is three.
+LA_DEVICE u32 sum_to_tf32(float x) {
+  const i32 bits = __float_as_int(x);
+  i32 up;
+  asm("add.s32 %0, %1, 0x1000;" : "=r"(up) : "r"(bits));
+  return static_cast<u32>(up > bits ? up : bits);
+}
+
 }  // namespace ptx

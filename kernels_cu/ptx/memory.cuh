@@ -42,6 +42,11 @@ LA_DEVICE void copy_16_or_zero(void* to, const void* from, i32 bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                :: "r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
+// The same of one word, whose addresses are multiples of 4 only: it, or 0 where it does not exist.
+LA_DEVICE void copy_4_or_zero(void* to, const void* from, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+               :: "r"(shared_address(to)), "l"(from), "r"(exists ? 4 : 0) : "memory");
+}
 LA_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Left> LA_DEVICE void copy_wait_but() { asm volatile("cp.async.wait_group %0;" :: "n"(Left) : "memory"); }
 

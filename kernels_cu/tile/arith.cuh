@@ -27,7 +27,7 @@ LA_DEVICE int lane_column() { return (lane_id() & 3) * 2; }
 // bfloat16 operands, float32 accumulation.
 struct Bf16 {
   template <int Width, int Rows> using Tile = SharedTile<bf16, Width>;
-  static constexpr bool kWarpgroups = false, kStreams = false;
+  static constexpr bool kWarpgroups = false, kStreams = false, kSharesSums = false;
   using Elem = bf16;
   using Acc = float;
   static constexpr int kDepth = 16;
@@ -100,7 +100,7 @@ struct Bf16Stream : Bf16Wgmma {
 // What the policies with 32-bit elements share: where a lane's elements lie.
 struct Float32Tiles {
   template <int Width, int Rows> using Tile = SharedTile<float, Width>;
-  static constexpr bool kWarpgroups = false, kStreams = false;
+  static constexpr bool kWarpgroups = false, kStreams = false, kSharesSums = false;
   using Elem = float;
   using Acc = float;
   static constexpr int kDepth = 8;
@@ -229,7 +229,7 @@ struct Tf32x3 : Float32Tiles {
 // float64 throughout.
 struct F64 {
   template <int Width, int Rows> using Tile = SharedTile<double, Width>;
-  static constexpr bool kWarpgroups = false, kStreams = false;
+  static constexpr bool kWarpgroups = false, kStreams = false, kSharesSums = false;
   using Elem = double;
   using Acc = double;
   static constexpr int kDepth = 8;

@@ -13,6 +13,9 @@ LA_DEVICE int element_bytes(const Tensor& t) {
   return Arith::kFixedType ? static_cast<int>(sizeof(typename Arith::Elem)) : element_bytes(t.dtype);
 }
 
+template <class Arith>
+LA_DEVICE i32 element_type(const Tensor& t) { return Arith::kFixedType ? Arith::kDType : t.dtype; }
+
 // The first `valid` elements of the packet at p; zeros behind them.
 template <class Arith, int Count>
 LA_DEVICE Word4 fetch_packet(const Tensor& t, const char* p, int valid) {

@@ -10,6 +10,7 @@ namespace emulation {
 
 struct Copy {
   unsigned char* to;
+  std::size_t count;
   unsigned char bytes[16];
 };
 
@@ -29,19 +30,22 @@ static void reset_copies() {
   }
 }
 
-LA_EMULATION_HOT inline void start_copy(void* to, const void* bytes, const char* operation) {
+template <class Word>
+LA_EMULATION_HOT inline void start_copy(void* to, const Word* word, const char* operation) {
+  static_assert(sizeof(Word) == 4 || sizeof(Word) == 16, "a copy has 4 or 16 bytes");
+  constexpr int bytes = sizeof(Word);
   auto* place = static_cast<unsigned char*>(to);
   const auto offset = place - machine.shared;
-  if (offset < 0 || offset + 16 > machine.shared_bytes)
+  if (offset < 0 || offset + bytes > machine.shared_bytes)
     fail("uses %s to %p, at offset %lld of %d bytes of shared memory", operation, to,
          static_cast<long long>(offset), machine.shared_bytes);
-  if (offset % 16)
-    fail("uses %s to offset %lld of shared memory, no multiple of 16", operation,
-         static_cast<long long>(offset));
-  Copy copy = {place, {}};
-  __builtin_memcpy(copy.bytes, bytes, sizeof copy.bytes);
+  if (offset % bytes)
+    fail("uses %s to offset %lld of shared memory, no multiple of %d", operation,
+         static_cast<long long>(offset), bytes);
+  Copy copy = {place, sizeof(Word), {}};
+  __builtin_memcpy(copy.bytes, word, sizeof(Word));
   copies[machine.current].started.push_back(copy);
-  __builtin_memset(place, 0xff, sizeof copy.bytes);
+  __builtin_memset(place, 0xff, sizeof(Word));
 }
 
 inline void commit_copies() {
@@ -58,10 +62,10 @@ LA_EMULATION_HOT inline void finish_copies(std::size_t left) {
   const std::size_t ended = mine.groups.size() - left, end = mine.groups[ended - 1];
   for (std::size_t i = 0; i < end; ++i) {
     const Copy& copy = mine.started[i];
-    if (std::memcmp(copy.to, untouched, sizeof untouched))
+    if (std::memcmp(copy.to, untouched, copy.count))
       fail("waits for copies, but offset %lld of shared memory, where one goes, was written "
            "meanwhile", static_cast<long long>(copy.to - machine.shared));
-    __builtin_memcpy(copy.to, copy.bytes, sizeof copy.bytes);
+    __builtin_memcpy(copy.to, copy.bytes, copy.count);
   }
   mine.started.erase(mine.started.begin(), mine.started.begin() + end);
   mine.groups.erase(mine.groups.begin(), mine.groups.begin() + ended);

@@ -62,4 +62,7 @@ inline u32 to_tf32(float x) {
   return (bits + 0x1000u) & 0xffffe000u;
 }
 
+// NaN here is not always what it is there.
+inline u32 sum_to_tf32(float x) { return to_tf32(x); }
+
 }  // namespace ptx

@@ -62,6 +62,11 @@ inline void copy_16_or_zero(void* to, const void* from, i32 bytes) {
   __builtin_memcpy(&word, from, static_cast<u32>(bytes));
   emulation::start_copy(to, &word, "copy_16_or_zero");
 }
+inline void copy_4_or_zero(void* to, const void* from, bool exists) {
+  u32 word = 0;
+  if (exists) word = emulation::load<u32>(from, "copy_4_or_zero");
+  emulation::start_copy(to, &word, "copy_4_or_zero");
+}
 inline void copy_commit() { emulation::commit_copies(); }
 
 template <int Left>
