@@ -147,7 +147,7 @@ def decode_step(
     x = session.inputs(case, 0)
     q, k, v = (part[..., -1:, :] for part in (x.q, x.k, x.v))
     _, state = la.linear_attention(x.q, x.k, x.v, causal=True, return_state=True)
-    states = [state, la.State(*(part.copy() for part in state))]
+    states = [state, type(state)(*(part.copy() for part in state))]
     timing = session.device.measure(
         lambda i: la.linear_attention(
             q, k, v, causal=True, initial_state=states[i], return_state=True
