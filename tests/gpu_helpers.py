@@ -46,7 +46,10 @@ SANITIZER = [
         *("bfloat16", "N<M", "N>M-state", "k-broadcast", "k-v-on-different-axes", "N=0-M=9"),
         *("reversed-bfloat16", "transposed-float32", "a=-0.2-b=0.37-float32"),
     )
-] + ["length-129", "length-1031", "width-72-bfloat16", "width-3-float32", "wide-256x160-bfloat16"]
+] + [
+    *("length-129", "length-1031", "width-72-bfloat16", "width-3-float32", "wide-256x160-bfloat16"),
+    *("step-grouped-5", "step-3-float64"),
+]
 """The reduced set that compute-sanitizer runs: all arithmetics and roles, segments, split columns."""
 assert set(SANITIZER) <= set(BY_NAME), set(SANITIZER) - set(BY_NAME)
 
